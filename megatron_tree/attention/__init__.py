@@ -1,6 +1,7 @@
 """Tree attention: what users call, and the schedules underneath. Read `functional.py` first, then `cell.py`.
 
 - functional.py              public functions of training; decode.py, prefill.py: over a sharded KV cache
+- selection.py               the keys that an index selects, for `selected`
 - sequences.py               cutting a sequence into shards and joining them
 - call.py, topology.py       one planned attention call, and the network it is planned for
 - validate*.py, spec.py      checks of arguments, and of values (finite.py); the mathematics that they ask for

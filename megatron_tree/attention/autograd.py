@@ -144,7 +144,8 @@ class Gradient(torch.autograd.Function):
         with derivatives.collective_call("the backward of tree attention", q.device, dout=dout):
             exchanges = call.plan.backward.ulysses_size > 1
             if dlse is not None or (derivatives.with_lse and exchanges):  # another rank's dlse may be in delta
-                backend = kernels.choose(*kept[:3], call.spec, call.config.backend, flowing_lse=True)
+                needs = dict(flowing_lse=True, selects=call.selected is not None)
+                backend = kernels.choose(*kept[:3], call.spec, call.config.backend, **needs)
                 call = dataclasses.replace(call, backend=backend)
             delta = kernels.attn_delta(dout, out, flowing(dlse, lse))
             *grads, dsinks = passes.backward(dout, delta, kept, sinks, call)  # d2F/dqkv dzeta: (5) to (7)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .. import comm
 from ..config import AttnSpec, MaskBounds, TreeConfig
@@ -17,7 +18,7 @@ from ..kernels import Backend
 from ..layout import Dispatched, Packed, Segment, Sharding, by_document, join, visible_rows
 from ..log import say_once
 from ..plan import Arrangement, Mask, PassPlan, Shape, TrainingPlan, plan_training
-from .cell import Cell, wire_dtype
+from .cell import Cell, Selected, wire_dtype
 from .rows import TeamRows, VisibleRows
 from .topology import GroupTopology
 
@@ -32,6 +33,8 @@ class AttnArgs:
     keys: Sharding
     """Equal to `queries` in self attention."""
     config: TreeConfig
+    selected: Tensor | None = None
+    """int32 [b, s, m]: positions of the keys that this rank's queries see, if not all within the mask; -1: none."""
 
     def planned(
         self, shape: Shape, batch: int, dtype: torch.dtype, net: GroupTopology, backend: Backend, with_lse: bool
@@ -54,7 +57,7 @@ class AttnArgs:
             topology=net.topology,
             placement=net.placement,
             schedule=config.schedule,
-            ulysses_size=config.ulysses_size,
+            ulysses_size=config.ulysses_size if self.selected is None else 1,
             grid=config.grid,
             grid_backward=config.grid_backward,
             head_chunks=config.head_chunks,
@@ -118,7 +121,8 @@ class AttnCall(AttnArgs):
         else:
             keys = TeamRows.of(self._team("keys", plan, at.key_team), self.keys, at.key_holders)
         queries = TeamRows.of(self._team("queries", plan, at.query_team), self.queries, at.query_holders)
-        return Cell(queries=queries, keys=keys, backend=self.backend, wire=self.wire_dtype)
+        selected = None if self.selected is None else Selected(self.selected, queries)
+        return Cell(queries=queries, keys=keys, backend=self.backend, wire=self.wire_dtype, selected=selected)
 
     def head_team(self, plan: PassPlan) -> comm.Team:
         """The ranks that exchange heads with this one."""

@@ -56,6 +56,8 @@ class Cell:
     backend: Backend
     wire: torch.dtype
     """The dtype in which partial outputs and gradients are sent."""
+    selected: Selected | None = None
+    """The keys that queries see, if not all within the mask."""
 
     def local_dtype(self, dtype: torch.dtype, has_sinks: bool) -> torch.dtype:
         """The dtype of a local state of inputs of `dtype`: theirs, unless something is merged into it."""
@@ -70,11 +72,35 @@ class Cell:
         k_segments: Segments,
         spec: AttnSpec,
         out_dtype: torch.dtype | None = None,
+        *,
+        arrived: bool = False,
     ) -> State:
-        """The state of some queries over some keys; out in out_dtype if that is given."""
-        segments = dict(q_segments=q_segments, k_segments=k_segments)
+        """The state of some queries over some keys; out in out_dtype if that is given.
+
+        arrived: the queries are all that arrive here, not this rank's.
+        """
+        segments = dict(q_segments=q_segments, k_segments=k_segments, **self.selection(arrived))
         state = self.backend.attn_fwd(q, *kv, **segments, spec=spec, out_dtype=out_dtype)
         return state if out_dtype is None else round_state(state, out_dtype)
+
+    def selection(self, arrived: bool) -> dict:
+        """The selected keys of this rank's queries, or of all that arrive, as a kernel's argument, if there are any."""
+        return {} if self.selected is None else {"selected": self.selected.of(arrived)}
+
+
+class Selected:
+    """The keys that this rank's queries see, int32 [b, s, m], and those of all queries that arrive here, which follow
+    them once for all chunks."""
+
+    def __init__(self, local: Tensor, queries: TeamRows):
+        self._local, self._arriving = local, queries.start_gather(local[:, :, None])
+
+    def of(self, arrived: bool) -> Tensor:
+        if not arrived:
+            return self._local
+        if not isinstance(self._arriving, Tensor):
+            self._arriving = self._arriving.wait()[0][:, :, 0]
+        return self._arriving
 
 
 class CellForward(comm.Stages):
@@ -116,12 +142,12 @@ class CellForward(comm.Stages):
         self.arrived = None
         out_dtype = cell.wire if cell.queries.travel else None
         if self.state is None:
-            return cell.attend(queries, kv, cell.queries.arriving, cell.keys.arriving, spec, out_dtype)
+            return cell.attend(queries, kv, cell.queries.arriving, cell.keys.arriving, spec, out_dtype, arrived=True)
         if cell.keys.others:
             merge_into(self.state, cell.attend(self.q, kv, cell.queries.local, cell.keys.others, spec))
         if not cell.queries.travel:
             return self.state
-        state = cell.attend(queries, kv, cell.queries.others, cell.keys.arriving, spec, out_dtype)
+        state = cell.attend(queries, kv, cell.queries.others, cell.keys.arriving, spec, out_dtype, arrived=True)
         put_rows(state, cell.queries.at, self.state)
         return state
 
@@ -194,7 +220,7 @@ class CellBackward(comm.Stages):
         """dk and dv of all keys that have arrived, from this rank's queries, whose dq grows in place."""
         cell, (dq, *dkv), (q, *_, lse), (_, kv) = self.cell, self.grads, self.kept, self.arrived
         if cell.keys.others:
-            segments = dict(q_segments=cell.queries.local, k_segments=cell.keys.others)
+            segments = dict(q_segments=cell.queries.local, k_segments=cell.keys.others, **cell.selection(False))
             call = dict(segments, spec=self.chunk.spec)
             part, *all_dkv = cell.backend.attn_bwd(self.dout, q, *kv, lse, self.delta, **call)
             dq += part
@@ -208,7 +234,7 @@ class CellBackward(comm.Stages):
         """dq of all queries that have arrived; what the others' add to the keys is added to all_dkv in place."""
         cell, ((q, dout, bits), kv) = self.cell, self.arrived
         lse, delta = unpack_statistics(bits, self.delta, 2)
-        segments = dict(q_segments=cell.queries.others, k_segments=cell.keys.arriving)
+        segments = dict(q_segments=cell.queries.others, k_segments=cell.keys.arriving, **cell.selection(True))
         all_dq, *parts = cell.backend.attn_bwd(dout, q, *kv, lse, delta, **segments, spec=self.chunk.spec)
         cell.queries.put_local(all_dq, self.grads[0])
         for total, part in zip(all_dkv, parts):
@@ -249,7 +275,8 @@ class LocalGrads:
 
     def part(self, chunk: HeadChunk) -> Grads:
         if self.grads is None:
-            segments = dict(q_segments=self._cell.queries.local, k_segments=self._cell.keys.local)
+            cell = self._cell
+            segments = dict(q_segments=cell.queries.local, k_segments=cell.keys.local, **cell.selection(False))
             self.grads = self._cell.backend.attn_bwd(*self._pair, **segments, spec=self._spec)
         dq, dk, dv = self.grads
         return dq[:, :, chunk.queries], dk[:, :, chunk.kv], dv[:, :, chunk.kv]

@@ -36,7 +36,7 @@ from .precision import autocast
 from .slices import make_slices
 from .spec import make_spec
 from .topology import GroupTopology
-from .validate import check_cross_documents, check_packed, check_qkv, check_sinks, check_ulysses
+from .validate import check_cross_documents, check_packed, check_qkv, check_selected, check_sinks, check_ulysses
 
 
 @comm.outside_graphs
@@ -53,6 +53,7 @@ def tree_attn_func(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    selected: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
     layout: Layout = "zigzag",
@@ -80,6 +81,9 @@ def tree_attn_func(
             cp_group as for any replicated parameter.
         alibi_slopes: fp32 [h] or [b, h], the same on all ranks, without a gradient: slope * |query position - key
             position| is taken off a logit after softcap, as in flash-attn. Not with ranges or in cross attention.
+        selected: int32 [b, s/p, m], the same m on all ranks: positions of the keys that each of this rank's queries
+            sees, among those that the rest of the mask shows; -1: none. `tree_select_func` finds them. They travel with
+            the queries, 4 m bytes each. Heads are not exchanged (ulysses_size). Not with ranges.
         dropout_p: probability that a weight is dropped. The mask depends only on dropout_seed, sequence, head and
             positions, not on ranks, schedule or backend. lse is computed without dropout.
         dropout_seed: an integer, the same on all ranks, different in every call.
@@ -101,14 +105,14 @@ def tree_attn_func(
     config, cp_group = config or default_config(), comm.process_group(cp_group)
     outside, q, k, v = autocast(q, k, v)
     with comm.collective_call("tree_attn_func", cp_group, config) as call, outside:
-        comm.check_local(q=q, k=k, v=v, sinks=sinks, alibi_slopes=alibi_slopes)
+        comm.check_local(q=q, k=k, v=v, sinks=sinks, alibi_slopes=alibi_slopes, selected=selected)
         options = dict(deterministic=config.deterministic, ranges=ranges is not None, alibi_slopes=alibi_slopes)
         spec = make_spec(q, causal, softmax_scale, window_size, softcap, dropout_p, dropout_seed, **options)
         check_qkv(q, k, v, cross=not spec.by_position)
         queries, keys = (_sharding(x, name, cp_group, layout) for x, name in ((q, "q"), (k, "k")))
         if ranges is not None:
             spec = dataclasses.replace(spec, ranges=make_slices(ranges, queries, keys))
-        args = AttnArgs(spec=spec, group=cp_group, queries=queries, keys=keys, config=config)
+        args = AttnArgs(spec=spec, group=cp_group, queries=queries, keys=keys, config=config, selected=selected)
         results = _attend(call, q, k, v, sinks, args, return_lse, return_max_logit)
     return results if len(results) > 1 else results[0]
 
@@ -131,6 +135,7 @@ def tree_attn_varlen_func(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    selected: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
     layout: str | Dispatched = "documents",
@@ -155,6 +160,7 @@ def tree_attn_varlen_func(
         layout: "documents" (above); what `dispatch_documents` returns (short documents whole on one rank, no padding);
             or "zigzag" or "contiguous": the packed rows are cut as a whole (t a multiple of 2p; Megatron's
             inter-document masking).
+        selected: int32 [t/p, m]: positions within the query's document.
         Others as in `tree_attn_func`.
 
     Returns: out [t/p, h, d_v] (and lse [h, t/p]) (and the largest logits [h]). Padding rows see nothing but a sink;
@@ -164,7 +170,7 @@ def tree_attn_varlen_func(
     config, cp_group = config or default_config(), comm.process_group(cp_group)
     outside, q, k, v = autocast(q, k, v)
     with comm.collective_call("tree_attn_varlen_func", cp_group, config) as call, outside:
-        comm.check_local(q=q, k=k, v=v, sinks=sinks, alibi_slopes=alibi_slopes)
+        comm.check_local(q=q, k=k, v=v, sinks=sinks, alibi_slopes=alibi_slopes, selected=selected)
         check_packed(q, k, v)
         world = comm.group_size(cp_group)
         documents = _documents(layout, cu_seqlens, cu_seqlens_padded, num_rows=q.shape[0] * world, world=world)
@@ -172,6 +178,7 @@ def tree_attn_varlen_func(
         if max_seqlen is not None and max_seqlen < longest:
             raise ValueError(f"max_seqlen={max_seqlen} is less than the longest document of cu_seqlens, {longest}")
         q, k, v = (x[None] for x in (q, k, v))
+        selected = selected[None] if isinstance(selected, Tensor) else selected
         options = dict(deterministic=config.deterministic, alibi_slopes=alibi_slopes)
         spec = make_spec(q, causal, softmax_scale, window_size, softcap, dropout_p, dropout_seed, **options)
         of_keys = documents
@@ -183,7 +190,7 @@ def tree_attn_varlen_func(
             check_cross_documents(documents, of_keys, counts, spec)
         check_qkv(q, k, v, cross=cu_seqlens_kv is not None)
         queries, keys = _sharding(q, "q", cp_group, documents), _sharding(k, "k", cp_group, of_keys)
-        args = AttnArgs(spec=spec, group=cp_group, queries=queries, keys=keys, config=config)
+        args = AttnArgs(spec=spec, group=cp_group, queries=queries, keys=keys, config=config, selected=selected)
         out, *others = _attend(call, q, k, v, sinks, args, return_lse, return_max_logit)
     if return_lse:
         others[0] = others[0][0]
@@ -224,9 +231,11 @@ def _attend(
     spec, group, config = args.spec, args.group, args.config
     check_sinks(sinks, q)
     check_ulysses(config.ulysses_size, args.queries.world, q.shape[2])
-    if return_max_logit and spec.alibi_slopes is not None:
-        raise ValueError("return_max_logit=True does not take alibi_slopes: leave one of the two out")
-    backend = kernels.choose(q, k, v, spec, config.backend)
+    check_selected(args.selected, q, spec, config.ulysses_size)
+    for name, given in (("alibi_slopes", spec.alibi_slopes), ("selected", args.selected)):
+        if return_max_logit and given is not None:
+            raise ValueError(f"return_max_logit=True does not take {name}: leave one of the two out")
+    backend = kernels.choose(q, k, v, spec, config.backend, selects=args.selected is not None)
     check_finite_shares(config, group, args.queries, args.keys, q=q, k=k, v=v, sinks=sinks)
     net = GroupTopology.of(group, q.device, config)
     layout, layout_kv = args.queries.layout, args.keys.layout
@@ -246,6 +255,7 @@ def _attend(
         dtype=q.dtype,
         spec=dataclasses.replace(spec, dropout=None),
         sinks=sinks is not None,
+        selected=None if args.selected is None else args.selected.shape[2],
         return_lse=return_lse,
         return_max_logit=return_max_logit,
         tangents=has_tangents(q, k, v, sinks),

@@ -36,7 +36,8 @@ class _Ring:
 
     def segments(self, step: int) -> dict:
         """This rank's queries against the shard that is here at this step."""
-        return dict(q_segments=self.local, k_segments=self.call.keys.segments(self.holders[self.at - step]))
+        selected = {} if self.call.selected is None else {"selected": self.call.selected}
+        return dict(q_segments=self.local, k_segments=self.call.keys.segments(self.holders[self.at - step]), **selected)
 
 
 class RingForward(comm.Stages):

@@ -148,3 +148,23 @@ def check_sinks(sinks: Tensor | None, q: Tensor, num_heads: int | None = None) -
             f"sinks must be a floating-point tensor of one logit per query head, [{num_heads}], got {describe(sinks)}"
         )
     check_device("sinks", sinks, q)
+
+
+def check_selected(selected: Tensor | None, q: Tensor, spec: AttnSpec, ulysses_size: int | None) -> None:
+    """selected int32 [b, s, m] for q [b, s, h, d], or None."""
+    if selected is None:
+        return
+    fits = isinstance(selected, Tensor) and selected.dim() == 3 and selected.shape[:2] == q.shape[:2]
+    if not fits or selected.dtype != torch.int32:
+        raise ValueError(
+            f"selected must be int32 [batch, tokens, keys], the positions of the keys that each of the {q.shape[1]} "
+            f"queries of {q.shape[0]} rows sees, got {describe(selected)}"
+        )
+    check_device("selected", selected, q)
+    if spec.ranges is not None:
+        raise ValueError("selected can't be combined with ranges: leave one of the two out")
+    if ulysses_size not in (None, 1):
+        raise ValueError(
+            f"ulysses_size={ulysses_size} exchanges heads, but selected keys are for all heads of a query: leave "
+            "ulysses_size out"
+        )

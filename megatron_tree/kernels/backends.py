@@ -37,21 +37,24 @@ class Backend:
     dual: bool = False
     """Whether it takes dual tensors: see `of_duals`."""
 
-    def attn_fwd(self, q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, out_dtype=None):
+    def attn_fwd(
+        self, q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, out_dtype=None, **selected
+    ):
         """Partial attention of q's segments against k's: equations (2) and (3) of docs/design.md.
 
         Args: q [b, s_q, h, d], k [b, s_k, h_kv, d], v [b, s_k, h_kv, d_v], any strides; segments give the positions of
         rows, and rows of no segment are padding. Returns the state (out [b, s_q, h, d_v] in the inputs' dtype or fp32,
         lse [b, h, s_q] fp32, natural log); a row that sees nothing has out 0 and lse -inf. out_dtype: what the caller
-        rounds out to; a kernel whose out would be fp32 then writes it so.
+        rounds out to; a kernel whose out would be fp32 then writes it so. selected: int32 [b, s_q, m], the positions of
+        the keys that a query sees, -1 for none, in a backend that was chosen for it (`choose(selects=True)`).
         """
         attend = self.module.attn_jvp if self.dual else self.module.attn_fwd
-        call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec)
+        call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec, **selected)
         if spec.ranges is None:
             return attend(q, k, v, **call, out_dtype=out_dtype)
         return ranges.attn_fwd(attend, q, k, v, **call, out_dim=self.out_dim(v))
 
-    def attn_bwd(self, dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec):
+    def attn_bwd(self, dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec, **selected):
         """This block's share of the gradients, equations (5) to (7), from the *global* statistics: sums over blocks are
         exact.
 
@@ -61,7 +64,7 @@ class Backend:
         derive = self.module.attn_bwd_jvp if self.dual else self.module.attn_bwd
         if spec.ranges is not None:
             derive = functools.partial(ranges.attn_bwd, derive)
-        call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec)
+        call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec, **selected)
         return derive(dout, q, k, v, lse, delta, **call)
 
     def of_duals(self, dtype: torch.dtype, width: int) -> Backend:
@@ -122,14 +125,24 @@ class Backend:
 
 
 def choose(
-    q, k, v, spec: AttnSpec, backend: str = "auto", *, flowing_lse=False, masked=False, decodes=False
+    q,
+    k,
+    v,
+    spec: AttnSpec,
+    backend: str = "auto",
+    *,
+    flowing_lse=False,
+    masked=False,
+    decodes=False,
+    selects=False,
 ) -> Backend:
     """The backend for a call with tensors like these. "auto" logs what it chose and why.
 
     flowing_lse: it is for the backward of a loss that uses lse itself. decodes: it is for `Backend.attn_decode`;
-    masked: with a mask (`KVCache.needs_mask`). Raises ``ValueError`` when a named backend can't take the call.
+    masked: with a mask (`KVCache.needs_mask`); selects: queries see selected keys only (`Backend.attn_fwd`). Raises
+    ``ValueError`` when a named backend can't take the call.
     """
-    needs = dict(flowing_lse=flowing_lse, masked=masked, decodes=decodes)
+    needs = dict(flowing_lse=flowing_lse, masked=masked, decodes=decodes, selects=selects)
     if backend != "auto":
         what = _unsupported(backend, q, k, v, spec, **needs)
         if what:
@@ -160,8 +173,10 @@ def _chosen(name: str, reason: str) -> Backend:
     return Backend(name, reason, _module(name))
 
 
-def _unsupported(name: str, q, k, v, spec: AttnSpec, **needs: bool) -> str | None:
+def _unsupported(name: str, q, k, v, spec: AttnSpec, *, selects: bool, **needs: bool) -> str | None:
     """Why a backend can't take a call, or None if it can."""
+    if selects and name != "reference":
+        return "selected keys"
     if _module(name) is None:
         return "anything: triton is not installed (pip install triton)"
     asked = functools.partial(_module(name).unsupported, **needs)

@@ -18,7 +18,7 @@ from ..duals import dual_product, halves, swapped
 from ..layout import positions_of, sequences_of
 from ..merge import NEG_INF, empty_state, state_dtype
 from .kv_cache import KVCache, decode_masked
-from .masks import alibi_bias, window_mask
+from .masks import SelectedKeys, alibi_bias, window_mask
 
 STRIP = 256  # query rows at a time
 DROPOUT_STRIP = 64  # with dropout: its mask takes several int64 words per pair
@@ -29,10 +29,10 @@ def unsupported(q, k, v, spec: AttnSpec, *, flowing_lse: bool, masked: bool, dec
 
 
 def attn_fwd(
-    q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, out_dtype=None
+    q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, out_dtype=None, selected=None
 ) -> tuple[Tensor, Tensor]:
     """See `Backend.attn_fwd`; out_dtype changes nothing."""
-    pairs = _Pairs(q, k, q_segments, k_segments, spec)
+    pairs = _Pairs(q, k, q_segments, k_segments, spec, selected)
     q, (k, v) = _blank(pairs.q_seq, q)[0], _blank(pairs.k_seq, k, v)
     return _attend(q, k, v, spec, pairs.mask, pairs.bias, pairs.dropout_weights if spec.dropout else None)
 
@@ -82,10 +82,12 @@ def _attend(
     return out, lse
 
 
-def attn_bwd(dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec) -> tuple[Tensor, Tensor, Tensor]:
+def attn_bwd(
+    dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec, selected=None
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `Backend.attn_bwd`."""
     dtype = state_dtype(q.dtype)
-    pairs = _Pairs(q, k, q_segments, k_segments, spec)
+    pairs = _Pairs(q, k, q_segments, k_segments, spec, selected)
     group = (k.shape[2], q.shape[2] // k.shape[2])
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
     if k.shape[1] == 0:
@@ -119,10 +121,10 @@ def takes_duals(dtype: torch.dtype, width: int) -> bool:
 
 
 def attn_jvp(
-    q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, out_dtype=None
+    q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, out_dtype=None, selected=None
 ) -> tuple[Tensor, Tensor]:
     """`attn_fwd` of dual tensors, see `Backend.of_duals`; out_dtype changes nothing."""
-    dtype, pairs, d_v = state_dtype(q.dtype), _Pairs(q, k, q_segments, k_segments, spec), v.shape[-1] // 2
+    dtype, pairs, d_v = state_dtype(q.dtype), _Pairs(q, k, q_segments, k_segments, spec, selected), v.shape[-1] // 2
     out, lse = empty_state((*q.shape[:3], 2 * d_v + 1), dtype=dtype, device=q.device)
     if k.shape[1] == 0 or q.shape[0] == 0:
         return out, lse
@@ -146,9 +148,11 @@ def attn_jvp(
     return out, lse
 
 
-def attn_bwd_jvp(dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec) -> tuple[Tensor, Tensor, Tensor]:
+def attn_bwd_jvp(
+    dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec, selected=None
+) -> tuple[Tensor, Tensor, Tensor]:
     """`attn_bwd` of dual tensors, see `Backend.of_duals`."""
-    dtype, pairs = state_dtype(q.dtype), _Pairs(q, k, q_segments, k_segments, spec)
+    dtype, pairs = state_dtype(q.dtype), _Pairs(q, k, q_segments, k_segments, spec, selected)
     group = (k.shape[2], q.shape[2] // k.shape[2])
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
     if k.shape[1] == 0:
@@ -202,14 +206,14 @@ def logits(q: Tensor, k: Tensor, spec: AttnSpec) -> Tensor:
 
 
 def _hidden_(s: Tensor, keep: Tensor, bias: Tensor | None) -> Tensor:
-    """`_hidden` in place, under a mask [s_q, s_k]."""
+    """`_hidden` in place, under a mask [s_q, s_k] or [b, s_q, s_k]."""
     if bias is not None:
         s += bias.unflatten(1, s.shape[1:3])
-    hidden = ~keep
-    some = hidden.any(0).nonzero()[:, 0]
+    hidden = ~(keep[:, None, None] if keep.dim() == 3 else keep)
+    some = hidden.flatten(0, -2).any(0).nonzero()[:, 0]
     if len(some):
         keys = slice(int(some[0]), int(some[-1]) + 1)  # under a causal mask the last few
-        s[..., keys].masked_fill_(hidden[:, keys], NEG_INF)
+        s[..., keys].masked_fill_(hidden[..., keys], NEG_INF)
     return s
 
 
@@ -225,7 +229,7 @@ def _hidden(s: Tensor, keep: Tensor | None, bias: Tensor | None) -> Tensor:
 class _Pairs:
     """The (query, key) pairs of two lists of segments, strip by strip; padding sees nothing, and nothing sees it."""
 
-    def __init__(self, q: Tensor, k: Tensor, q_segments, k_segments, spec: AttnSpec):
+    def __init__(self, q: Tensor, k: Tensor, q_segments, k_segments, spec: AttnSpec, selected: Tensor | None = None):
         self.spec, self.dtype = spec, state_dtype(q.dtype)
         self.q_pos, self.k_pos = (
             positions_of(s, x.shape[1], device=x.device) for s, x in ((q_segments, q), (k_segments, k))
@@ -233,12 +237,14 @@ class _Pairs:
         self.q_seq, self.k_seq = (
             sequences_of(s, x.shape[1], device=x.device) for s, x in ((q_segments, q), (k_segments, k))
         )
+        self.selected = None if selected is None else SelectedKeys(selected, self.q_seq, self.k_seq, self.k_pos)
 
     def mask(self, rows: slice, keys: slice | Tensor = slice(None)) -> Tensor:
-        """bool [rows, keys]."""
+        """bool [rows, keys], or [b, rows, keys] where keys are selected."""
         q_seq = self.q_seq[rows, None]
         same = q_seq.masked_fill(q_seq < 0, -2) == self.k_seq[keys]  # padding, -1, is in no sequence
-        return window_mask(self.q_pos[rows], self.k_pos[keys], self.spec) & same
+        mask = window_mask(self.q_pos[rows], self.k_pos[keys], self.spec) & same
+        return mask if self.selected is None else mask & self.selected.mask(rows)[..., keys]
 
     def strips(self) -> Iterator[tuple[slice, slice | Tensor, Tensor]]:
         """(query rows, keys, the mask of these pairs), without the keys that none of these rows can see."""

@@ -91,6 +91,27 @@ HYBRIDS = {  # with recurrent layers: what each wants besides
         "sliding_window": WINDOW,
     },
 }
+_INDEX = LATENT | {"index_topk": 6, "index_n_heads": 12, "index_head_dim": 8}  # with few heads many scores are 0: ties
+_INDEX |= {"layer_types": ["indexed_attention"] * 3, "mlp_layer_types": ["dense", "sparse", "dense"]}
+_SHARED_INDEX = _INDEX | {"indexer_types": ["full", "shared", "full"]}
+INDEXED = {  # with layers whose queries see the keys that an index selects
+    "axk2": _INDEX,
+    "deepseek_v32": _INDEX,
+    "dots3_note": _INDEX
+    | {
+        "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+        "sliding_window": WINDOW,
+        "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 2,
+        "swa_q_lora_rank": 12,
+        "swa_kv_lora_rank": 8,
+        "swa_head_dim": 10,
+        "swa_qk_nope_head_dim": 6,
+        "swa_v_head_dim": 4,
+    },
+    "glm_moe_dsa": _SHARED_INDEX,
+    "hy_v4": _SHARED_INDEX,
+}
 
 SERVED = (
     "afmoe",
@@ -210,14 +231,15 @@ def tiny_config(name):
     other_names = type(config).attribute_map
     known = set(vars(config)) | set(other_names) | {name for name in SIZES if name.endswith("_token_id")}
     sizes = {key: value for key, value in SIZES.items() if key in known}
-    if getattr(config, "kv_lora_rank", None) is not None:
+    if vars(config).get("kv_lora_rank") is not None:  # an attribute that differs between layers can't be read
         sizes |= {key: value for key, value in LATENT.items() if key in known}
         sizes.pop("head_dim", None)
-    if name not in HYBRIDS and (kinds := getattr(config, "layer_types", None)):
+    special = HYBRIDS | INDEXED
+    if name not in special and (kinds := getattr(config, "layer_types", None)):
         sizes["layer_types"] = kinds[-3:] if len(set(kinds[-3:])) >= len(set(kinds[:3])) else kinds[:3]
-    if getattr(config, "sliding_window", None):
+    if vars(config).get("sliding_window"):
         sizes["sliding_window"] = WINDOW
-    return type(config)(**sizes | OF_ONE.get(name, {}) | HYBRIDS.get(name, {}))
+    return type(config)(**sizes | OF_ONE.get(name, {}) | special.get(name, {}))
 
 
 def random_model(name):

@@ -44,11 +44,11 @@ def check_served(model):
         assert_logits(model(ids, use_cache=False).logits[0], alone[0], "no cache")
 
 
-def check_trained(make):
+def check_trained(make, **more):
     """Loss and gradients of a sequence that the ranks share. make() -> the model, the same each time, in evaluation
-    mode, since dropout would differ."""
+    mode, since dropout would differ. more: of the batch."""
     world = dist.get_world_size()
-    batch = {"input_ids": prompt(2, 21), "labels": prompt(2, 21)}
+    batch = {"input_ids": prompt(2, 21), "labels": prompt(2, 21)} | more
     model = make()
     want = model(**batch, use_cache=False).loss
     want.backward()

@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM
 LAYER_TYPES = ("full_attention", "sliding_attention")
 RECURRENT_TYPES = ("linear_attention", "conv")
 BOTH_TYPES = ("hybrid", "hybrid_sliding")  # attention beside a recurrent layer
+INDEXED_TYPES = ("indexed_attention",)
+INDEXED = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4")  # whose indexers select tokens
 PLAIN_TYPES = ("mlp", "moe")  # Transformers calls them "dummy" where it makes a cache
 CHUNKED = ("llama4_text",)  # their attention says which layers are chunked; see llama4.py
 WINDOW_IN_MASK = ("phimoe",)  # they name their window to the mask only, not to the attention function
@@ -43,6 +45,8 @@ class LayerKind(NamedTuple):
     """How many of the last keys a query sees, itself included; None: all."""
     num_states: int = 0
     """Recurrent states: of a convolution, of a state-space model or of linear attention."""
+    indexed: bool = False
+    """Queries see the keys that an index selects."""
 
 
 def layers_of(config) -> list[LayerKind]:
@@ -62,6 +66,7 @@ def layers_of(config) -> list[LayerKind]:
     plain = [kind == "dummy" and named in PLAIN_TYPES for kind, named in zip(kinds, names, strict=True)]
     known = LAYER_TYPES + RECURRENT_TYPES + BOTH_TYPES
     known += ("chunked_attention",) if text.model_type in CHUNKED else ()
+    known += INDEXED_TYPES if text.model_type in INDEXED else ()
     others = sorted({kind for kind, is_plain in zip(kinds, plain) if not is_plain and kind not in known})
     if others or getattr(text, "num_kv_shared_layers", 0):
         reason = ", ".join(others) or "layers that share their keys and values"
@@ -71,9 +76,9 @@ def layers_of(config) -> list[LayerKind]:
             f"{INSTEAD}"
         )
     windows = [None if kind == "chunked_attention" else x.get("sliding_window") for kind, x in zip(kinds, options)]
-    attending = (*LAYER_TYPES, *BOTH_TYPES, "chunked_attention")
+    attending = (*LAYER_TYPES, *BOTH_TYPES, *INDEXED_TYPES, "chunked_attention")
     return [
-        LayerKind(kind in attending, window, x.get("number_of_states", 0))
+        LayerKind(kind in attending, window, x.get("number_of_states", 0), kind in INDEXED_TYPES)
         for kind, window, x in zip(kinds, windows, options, strict=True)
     ]
 
@@ -117,6 +122,11 @@ def check_cached(config) -> None:
         raise ValueError(
             f"{type(text).__name__} has two attention calls for one cache update (differential attention); TreeCache "
             f"does not support it, only training on shards. {INSTEAD}"
+        )
+    if any(layer.indexed for layer in layers_of(config)):
+        raise ValueError(
+            f"{type(text).__name__} has layers of the kind indexed_attention: TreeCache has no cache for index keys, "
+            f"only training on shards serves them. {INSTEAD}"
         )
     if not any(layer.attends for layer in layers_of(config)):
         raise ValueError(f"{type(text).__name__} has no attention layers: TreeCache has nothing to share. {INSTEAD}")

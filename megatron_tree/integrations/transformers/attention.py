@@ -22,9 +22,10 @@ from ...attention.decode import tree_decode
 from ...attention.functional import tree_attn_func
 from ...comm import outside_graphs
 from ...config import AttnSlice
-from .architectures import CHUNKED, WINDOW_IN_MASK, check_replaceable
+from .architectures import CHUNKED, INDEXED, WINDOW_IN_MASK, check_replaceable
 from .batch_shards import SequenceShard, current_shard
 from .cache import TreeCache
+from .indexed import IndexMask, index_on_ranks
 from .latent import latent_heads
 from .llama4 import chunk_size, with_row_temperature
 from .runs import Update, current_run, forget_notes, last_update
@@ -46,6 +47,7 @@ def tree_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """The attention function registered as "tree"; Transformers calls it once per layer.
@@ -54,6 +56,7 @@ def tree_attention(
         query: [b, h, s, d]; key, value: [b, h_kv, n, d], what the cache's update returned (or the new ones, no cache).
         attention_mask: what `tree_mask` returned: None, bool [b, slots], or the shard of a batch that is trained on.
         sliding_window: keys that a query sees, itself included. softcap, s_aux: as `softcap` and `sinks` elsewhere.
+        indices: the keys that an index has selected (indexed.py).
     Returns: ([b, s, h, d_v], None): there are no attention weights.
     Raises: ValueError for anything that exact causal attention over a sharded cache does not support.
     """
@@ -69,6 +72,9 @@ def tree_attention(
         "softcap": softcap or 0.0,
         "sinks": s_aux,
     }
+    if indices is not None:
+        options["selected"] = indices
+    attention_mask = attention_mask.mask if isinstance(attention_mask, IndexMask) else attention_mask
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if isinstance(attention_mask, SequenceShard):
         if update is not None:
@@ -205,7 +211,7 @@ def tree_mask(
     use_vmap: bool = False,
     config=None,
     **kwargs,
-) -> Tensor | SequenceShard | None:
+) -> Tensor | SequenceShard | IndexMask | None:
     """The mask function registered as "tree": the padding mask, bool [b, kv_length], or None without padding.
 
     While a model trains on shards it is the batch's `SequenceShard`: every model hands its mask on to the attention of
@@ -215,11 +221,22 @@ def tree_mask(
     sequences, bidirectional parts, functions given by the user) by allow_is_causal_skip=False or use_vmap=True.
     """
     chunked = getattr(config, "attention_chunk_size", None) and config.model_type not in CHUNKED
-    if not allow_is_causal_skip or use_vmap or chunked:
+    indexed = getattr(config, "model_type", None) in INDEXED
+    if not (allow_is_causal_skip or indexed) or use_vmap or chunked:
         raise ValueError(
             f"{type(config).__name__} asks for a mask that is more than causal, sliding window and padding (packed "
             "sequences, chunked or bidirectional attention); attn_implementation='tree' does not support it. Use 'sdpa'"
         )
+    mask = _causal_mask(batch_size, q_length, kv_length, attention_mask)
+    if not indexed:
+        return mask
+    index_on_ranks(config)
+    return IndexMask(mask)
+
+
+def _causal_mask(
+    batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None
+) -> Tensor | SequenceShard | None:
     if attention_mask is None:
         return current_shard.get()
     if attention_mask.shape != (batch_size, kv_length):

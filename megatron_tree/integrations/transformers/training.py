@@ -27,6 +27,7 @@ from ...comm import outside_graphs
 from .architectures import CHUNKED, check_trainable
 from .batch_shards import SequenceShard, current_shard
 from .cache import TreeCache
+from .indexed import index_on_ranks
 from .loss import check_loss, loss_over_all_ranks
 from .rope import follow_whole_rows, row_lengths
 from .token_tiles import DeferredLogits, tile_loss, tile_mlps
@@ -55,6 +56,8 @@ def attend_to_shard(
     shard.used_by[module.layer_idx] = None if window == -1 else window + 1
     if shard.documents is None:
         return tree_attn_func(q, k, v, causal=True, layout="zigzag", **options)
+    if (selected := options.pop("selected", None)) is not None:
+        options["selected"] = selected[0]
     return tree_attn_varlen_func(q[0], k[0], v[0], causal=True, layout=shard.documents, **options)[None]
 
 
@@ -104,6 +107,7 @@ def train_on_shards(
     model.loss_function = model.loss_on_shards
     model.trains_on_shards, model.tiled_loss = windows, tiled
     follow_whole_rows(model)
+    index_on_ranks(model.config)
     model.register_forward_pre_hook(outside_graphs(_check_call), with_kwargs=True)
     model.register_forward_hook(outside_graphs(_check_use), with_kwargs=True)
     model.register_forward_hook(outside_graphs(_end_call), always_call=True)

@@ -1,0 +1,188 @@
+"""Attention to the keys that an index selects, over a sharded sequence: selection, values and gradients are exact."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_tree import (
+    TreeConfig,
+    dispatch_documents,
+    energy,
+    shard_positions,
+    shard_sequence,
+    tree_attn_func,
+    tree_attn_varlen_func,
+    tree_select_func,
+)
+from megatron_tree.config import AttnSpec
+from megatron_tree.layout import document_positions
+from support.attention import configs, make_inputs, make_sinks, run_call, worst_error
+from support.ranks import run_distributed
+
+SEQ, TOPK, HEADS, DIM = 48, 7, 3, 5
+
+
+def _index(batch, seq_len, *, ties=False):
+    """index_q, index_weights and index_k of a sequence."""
+    g = torch.Generator().manual_seed(5)
+    q, k = torch.randn(batch, seq_len, HEADS, DIM, generator=g), torch.randn(batch, seq_len, DIM, generator=g)
+    weights = torch.randn(batch, seq_len, HEADS, generator=g)
+    return (q.round(), weights.sign(), k.round()) if ties else (q, weights, k)
+
+
+def _chosen(index, sequences, topk=TOPK):
+    """bool [b, s, s]: which keys queries select, from the definition, pair by pair."""
+    q, weights, k = (x.double() for x in index)
+    scores = torch.einsum("bqh,bqhk->bqk", weights, torch.einsum("bqhd,bkd->bqhk", q, k).relu())
+    chosen = torch.zeros(scores.shape, dtype=torch.bool)
+    for b, i in ((b, i) for b in range(len(scores)) for i in range(scores.shape[1])):
+        seen = [j for j in range(i + 1) if sequences[j] == sequences[i] >= 0]
+        best = sorted(seen, key=lambda j: (-float(scores[b, i, j]), j))[:topk]
+        chosen[b, i, best] = True
+    return chosen
+
+
+def _oracle(inputs, chosen, sinks):
+    """(out, lse, dq, dk, dv, dsinks) under this mask."""
+    spec = AttnSpec(softmax_scale=inputs[0].shape[-1] ** -0.5)
+    parts = []
+    for row, keep in enumerate(chosen):
+        of_row = [x[row : row + 1].double() for x in inputs]
+        options = dict(spec=spec, keep=keep, keep_weights=None, sinks=sinks)
+        out, lse = energy.attention(*of_row[:3], **options)
+        parts.append((out, lse, *energy.attention_grads(*of_row, **options)))
+    *rows, dsinks = zip(*parts)
+    return *(torch.cat(x) for x in rows), sum(dsinks)
+
+
+def _over_ranks(rank, world, ties):
+    inputs, index, sinks = make_inputs(SEQ, (4, 2)), _index(2, SEQ, ties=ties), make_sinks(4)
+    truth = _oracle(inputs, _chosen(index, [0] * SEQ), sinks)
+    for layout in ("zigzag", "contiguous"):
+        rows = shard_positions(SEQ, rank, world, layout)
+        options = dict(cp_group=dist.group.WORLD, layout=layout)
+        selected = tree_select_func(*(x[:, rows] for x in index), topk=TOPK, **options)
+        assert selected.shape == (2, len(rows), TOPK)
+        assert (selected >= 0).sum(-1).equal((rows + 1).clamp(max=TOPK).expand(2, -1))
+        for name, config in configs(world):
+            call = functools.partial(tree_attn_func, **options, selected=selected, config=config, return_lse=True)
+            assert worst_error(rows, run_call(inputs, rows, rows, call, sinks), truth) < 1e-13, (layout, name)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_selection_and_attention(world, ties):
+    run_distributed(_over_ranks, world, ties)
+
+
+def _documents(rank, world):
+    lengths = (3, 21, 1, 17, 6)
+    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    layout = dispatch_documents(bounds, dist.group.WORLD)
+    sequences = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).tolist()
+    inputs, index = make_inputs(SEQ, (4, 2), batch=1), _index(1, SEQ)
+    truth = _oracle(inputs, _chosen(index, sequences), make_sinks(4))
+    mine = [shard_sequence(x, dist.group.WORLD, 1, layout) for x in index]
+    selected = tree_select_func(*mine, topk=TOPK, cp_group=dist.group.WORLD, layout=layout)
+    assert (selected.amax(-1)[0] <= document_positions(layout, rank, world)).all()
+    rows = shard_positions(world * layout.num_rows, rank, world, layout)
+    assert (rows >= 0).all(), "a test without rows of padding"
+
+    def call(q, k, v, sinks):
+        options = dict(cp_group=dist.group.WORLD, layout=layout, selected=selected[0], return_lse=True)
+        out, lse = tree_attn_varlen_func(q[0], k[0], v[0], sinks=sinks, **options)
+        return out[None], lse[None]
+
+    assert worst_error(rows, run_call(inputs, rows, rows, call, make_sinks(4)), truth) < 1e-13
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_packed_documents(world):
+    run_distributed(_documents, world)
+
+
+def test_strips_and_blocks_of_scores(monkeypatch):
+    from megatron_tree.attention import selection
+
+    index = _index(2, SEQ)
+    want = tree_select_func(*index, topk=TOPK, cp_group=None)
+    monkeypatch.setattr(selection, "SCORES", 2 * SEQ * 5)
+    monkeypatch.setattr(selection, "PRODUCTS", 2 * HEADS * 5 * 4)
+    assert torch.equal(tree_select_func(*index, topk=TOPK, cp_group=None), want)
+
+
+def _tangents(rank, world):
+    """jvp, and a gradient of it, against those of dense attention under the same mask."""
+    inputs, index = [x[:1] for x in make_inputs(SEQ, (4, 2))], _index(1, SEQ)
+    rows = shard_positions(SEQ, rank, world, "zigzag")
+    options = dict(cp_group=dist.group.WORLD, layout="zigzag")
+    options["selected"] = tree_select_func(*(x[:, rows] for x in index), topk=TOPK, **options)
+    keep = _chosen(index, [0] * SEQ)[0]
+    spec = AttnSpec(softmax_scale=inputs[0].shape[-1] ** -0.5)
+    tangents = [x.flip(1) for x in inputs[:3]]
+    outt, _ = energy.attention_tangents(*inputs[:3], tangents, spec=spec, keep=keep)
+    mine, mine_t = ([x[:, rows] for x in y] for y in (inputs[:3], tangents))
+    config = TreeConfig(grid=(world, 1))
+    attend = functools.partial(tree_attn_func, **options, config=config)
+    _, got = torch.func.jvp(attend, tuple(mine), tuple(mine_t))
+    assert (got - outt[:, rows]).abs().max() < 1e-13
+
+
+def test_tangents():
+    run_distributed(_tangents, 2)
+
+
+def test_what_travels_is_a_list():
+    """4 m bytes of a query in a grid that sends queries, nothing where they stay."""
+    run_distributed(_bytes, 2)
+
+
+def _bytes(rank, world):
+    from megatron_tree.comm import traffic
+
+    inputs, index = make_inputs(SEQ, (4, 2)), _index(2, SEQ)
+    rows = shard_positions(SEQ, rank, world, "zigzag")
+    q, k, v, _ = (x[:, rows] for x in inputs)
+    options = dict(cp_group=dist.group.WORLD)
+    selected = tree_select_func(*(x[:, rows] for x in index), topk=TOPK, **options)
+    for grid, travels in (((2, 1), True), ((1, 2), False)):
+        config, sent = TreeConfig(grid=grid), []
+        for given in (None, selected):
+            with traffic.record() as log:
+                tree_attn_func(q, k, v, selected=given, config=config, **options)
+            sent.append(sum(x.bytes for x in log))
+        assert sent[1] - sent[0] == travels * selected.numel() * 4, grid
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(selected=torch.zeros(2, 7, 3, dtype=torch.int32)), "selected must be int32 .* got torch.int32"),
+        (dict(selected=torch.zeros(2, SEQ, 3)), "selected must be int32"),
+        (dict(ranges=[((0, SEQ), (0, SEQ))]), "selected can't be combined with ranges"),
+        (dict(return_max_logit=True), "return_max_logit=True does not take selected"),
+        (dict(config=TreeConfig(backend="aten")), "backend='aten' can't take selected keys"),
+    ],
+)
+def test_refused(change, message):
+    q, k, v, _ = make_inputs(SEQ, (4, 2))
+    options = dict(selected=torch.zeros(2, SEQ, 3, dtype=torch.int32)) | change
+    with pytest.raises(ValueError, match=message):
+        tree_attn_func(q, k, v, cp_group=None, **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(topk=0), "topk=0 must be a positive integer"),
+        (dict(index_weights=torch.zeros(2, SEQ)), "index_weights must be \\[2, 48, 3\\]"),
+        (dict(softmax_scale=0.0), "softmax_scale=0.0 must be a positive number"),
+    ],
+)
+def test_refused_selections(change, message):
+    q, weights, k = _index(2, SEQ)
+    options = dict(index_q=q, index_weights=weights, index_k=k, topk=TOPK, cp_group=None) | change
+    with pytest.raises(ValueError, match=message):
+        tree_select_func(**options)
