@@ -7,6 +7,7 @@ the cache; on 1 x p no query moves, and nothing is left to be merged.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -149,9 +150,11 @@ class LatentCell(Cell):
         k_segments: Segments,
         spec: AttnSpec,
         out_dtype: torch.dtype | None = None,
+        *,
+        arrived: bool = False,
     ) -> State:
         """As `Cell.attend`, of kv = (k,); with expand over what it makes of k [b, s, 1, any], a part at a time."""
-        (k,), attend = kv, super().attend
+        (k,), attend = kv, functools.partial(super().attend, arrived=arrived)
         if self.expand is None:
             return attend(q, (k, k[..., : self.head_dim_v]), q_segments, k_segments, spec, out_dtype)
         state = None
