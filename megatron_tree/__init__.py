@@ -3,6 +3,7 @@
 from .attention.decode import tree_decode
 from .attention.functional import tree_attn_func, tree_attn_varlen_func
 from .attention.prefill import tree_prefill
+from .attention.select import tree_select
 from .attention.selection import tree_select_func
 from .attention.sequences import dispatch_documents, shard_sequence, unshard_sequence
 from .config import AttnSlice, TreeConfig
@@ -42,6 +43,7 @@ __all__ = [
     "tree_prefill",
     "tree_recurrence",
     "tree_scan",
+    "tree_select",
     "tree_select_func",
     "unshard_sequence",
 ]

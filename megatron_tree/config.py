@@ -21,6 +21,7 @@ COMM_DTYPES = ("auto", "fp32")
 CHECKS = ("first", "always", "never", "finite")
 TRANSPORTS = ("auto", "shm", "direct", "builtin")
 DECODE_SCHEDULES = ("auto", "allreduce", "allgather", "butterfly", "scatter", "two_level", "ring")
+SELECT_SCHEDULES = ("auto", "allgather", "butterfly", "scatter", "two_level", "counts")
 CP_COMM_TYPES = ("tree", "p2p", "all_gather", "a2a", "a2a+tree", "a2a+p2p")  # Megatron's, as far as they are ours
 TREE_CP_COMM_TYPES = ("tree", "a2a+tree")  # those that no other core attention implements
 WEIGHTS = ("replicated", "sharded")  # of inference: on every rank, or over all

@@ -152,6 +152,20 @@ def visible(q_positions: Tensor, k_positions: Tensor, spec: AttnSpec) -> Tensor:
     return keep
 
 
+def selected(q: Tensor, weights: Tensor, k: Tensor, topk: int, keep: Tensor, scale: float = 1.0) -> Tensor:
+    """Which keys index-selected attention sees, equation (16): bool [b, s_q, s_k], the topk visible ones of largest
+
+        I_ia = sum_h w_ih relu(scale * q_ih . k_a),
+
+    of equal ones the earlier. q [b, s_q, h_i, d_i], weights [b, s_q, h_i], k [b, s_k, d_i] in the order of positions;
+    keep bool [b, s_q, s_k], the visible pairs.
+    """
+    index = torch.einsum("bqh,bhqk->bqk", weights, (torch.einsum("bqhd,bkd->bhqk", q, k) * scale).clamp(min=0))
+    order = index.masked_fill(~keep, NEG_INF).sort(dim=-1, descending=True, stable=True).indices
+    best = torch.zeros_like(keep).scatter_(-1, order[..., :topk], True)
+    return best & keep
+
+
 def logsumexp(s: Tensor) -> Tensor:
     """log sum exp over the last axis; -inf, with zero gradients, where every term is -inf."""
     if s.shape[-1] == 0:

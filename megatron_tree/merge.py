@@ -2,7 +2,8 @@
 
 Attention's state is (out [b, s, h, d], lse [b, h, s]): attention over some of the keys, and the natural log of their
 summed exponentials, fp32 (float64 for float64 inputs). The identity is out 0, lse -inf: a shard with nothing to see.
-On the wire a state is packed: one buffer whose last axis holds out and then lse.
+On the wire a state is packed: one buffer whose last axis holds out and then lse. `ListReducer` has the state of
+index-selected attention, the k largest scores.
 
 Everything here is equation (4) of docs/design.md, `energy.merge_by_energy` in closed form: with top = max_i lse_i and
 w_i = exp(lse_i - top),
@@ -180,6 +181,35 @@ class AffineMaps:
         else:
             after = transition[..., None] * before
         return after.flatten(-2) + update
+
+
+NO_ENTRY = torch.iinfo(torch.int64).min
+"""What a list holds beyond its last entry."""
+
+
+def ranked(scores: Tensor, positions: Tensor) -> Tensor:
+    """Entries of lists, int64 [...], in the order of scores fp32 [...]; of equal ones the earlier position is larger.
+
+    positions: int64 [...], from 0 to 2^32 - 2. An entry is the score's bits, in the order of integers, then the
+    position's complement, so that no two keys have the same one.
+    """
+    bits = (scores + 0.0).view(torch.int32)  # -0.0 equals 0.0
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (bits.to(torch.int64) << 32) + (0xFFFFFFFF - positions)
+
+
+class ListReducer:
+    """Reduces lists of the largest entries: int64 [..., k] of `ranked`, falling, then `NO_ENTRY`."""
+
+    @staticmethod
+    def merge(parts: Tensor) -> Tensor:
+        """The k largest of n lists [n, ..., k]: [..., k]. In any order."""
+        return parts.movedim(0, -2).flatten(-2).topk(parts.shape[-1]).values
+
+    @staticmethod
+    def narrow(merged: Tensor) -> Tensor:
+        """Lists travel as they are."""
+        return merged
 
 
 def finite(top: Tensor) -> Tensor:

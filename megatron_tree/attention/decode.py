@@ -37,6 +37,7 @@ def tree_decode(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     shared: Sequence[SharedPages] = (),
+    selected: Tensor | None = None,
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
@@ -64,6 +65,9 @@ def tree_decode(
         k_scale, v_scale: fp32 [pages, page_size, h_kv], for pages in int8 or fp8 (`cache.quantize`).
         shared: `kernels.SharedPages` that rows begin with, on this rank, before those of block_table: all queries see
             them, and they are read once for all their rows. cache_seqlens and positions are of block_table's slots.
+        selected: int32 [b, s_q, m], slots of this rank that each query attends to, each once, as `tree_select` returns
+            them: no others are read. -1 is none; m may differ between ranks. Then without positions, window, ALiBi,
+            shared pages and the ring.
         softmax_scale, window_size, softcap, sinks: as in `tree_attn_func`.
         alibi_slopes: as in `tree_attn_func`, of all heads; with positions.
         head_shares: query heads of every rank of cp_group, in rank order, for weights that are split over these ranks.
@@ -83,8 +87,9 @@ def tree_decode(
     """
     outside, q, k_cache, v_cache = autocast(q, k_cache, v_cache)
     cache = KVCache(
-        k_cache, v_cache, k_scale, v_scale, head_dim_v, cache_seqlens, q_positions, cache_positions, block_table, shared
-    )
+        k_cache, v_cache, k_scale, v_scale, head_dim_v, cache_seqlens, q_positions, cache_positions, block_table,
+        shared, selected,
+    )  # fmt: skip
     options = DecodeOptions(
         comm.process_group(cp_group), config or default_config(), softmax_scale, window_size, softcap, alibi_slopes,
         head_shares, schedule,
@@ -121,7 +126,15 @@ class DecodeStep:
         """
         of_layer = (q, *cache[:4], sinks, projection)
         kinds = [x if x is None else (x.shape, x.dtype, x.device) for x in of_layer]
-        key = (*kinds, cache[4:], options)  # tensors in here are compared by identity, and kept with the key
+        selected = cache.selected
+        if selected is not None:  # each layer has its own, which may be of another length
+            selected = selected.shape[:2], selected.dtype, selected.device
+        key = (
+            *kinds,
+            cache[4:-1],
+            selected,
+            options,
+        )  # tensors in here are compared by identity, and kept with the key
         no_grad = torch.no_grad() if torch.is_grad_enabled() else _NOTHING
         with comm.collective_call("tree_decode", options.cp_group, options.config) as call, no_grad:
             planned = self._known.get(key)

@@ -25,7 +25,7 @@ from .head_shares import all_heads_of, check_head_shares, gather_heads, has_all_
 from .spec import make_spec
 from .topology import GroupTopology
 from .validate import check_sinks
-from .validate_cache import check_cache, check_decode_schedule, check_seen_slots, check_shared
+from .validate_cache import check_cache, check_decode_schedule, check_seen_slots, check_selected, check_shared
 
 
 class DecodeOptions(NamedTuple):
@@ -99,6 +99,7 @@ class DecodeCall:
             schedule=options.schedule,
             positions=cache.q_positions is not None,
             paged=cache.block_table is not None,
+            selected=cache.selected is not None,
             config=config,
             topology=net.fingerprint,
         )
@@ -205,6 +206,7 @@ def _checked(
     if not in_torch(group, backend):
         check_tangents(**tensors)
     check_shared(q, cache, spec, options.schedule)
+    check_selected(q, cache, spec, options.schedule)
     if cache.block_table is not None:
         backend.check_pages(cache.k)
     check_finite_cache(config, group, q, cache, sinks)

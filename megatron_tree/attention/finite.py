@@ -30,13 +30,16 @@ def check_finite_shares(config: TreeConfig, cp_group, queries: Sharding, keys: S
 
 def check_finite_cache(config: TreeConfig, cp_group, q: Tensor, cache: KVCache, sinks: Tensor | None) -> None:
     """`check_finite_shares` for a cache. Slots beyond cache_seqlens, in pages not owned and at position -1 may contain
-    anything. For pages the index in the message is [row, slot, head, column]; slots count along the row's pages."""
+    anything. For pages the index in the message is [row, slot, head, column]; slots count along the row's pages.
+    Of selected slots, it is [query, entry, head, column]."""
     if config.check != "finite":
         return
     rank = comm.group_rank(cp_group)
     _check_finite(rank, "q", q)
     _check_finite(rank, "sinks", sinks)
-    for i in range(q.shape[0]):
+    if cache.selected is not None:
+        cache = cache.of_selected(slice(None), q.dtype)
+    for i in range(len(cache.k) if cache.block_table is None else len(q)):
         row = cache.row(i, q.dtype)
         used = None if row.k_positions is None else row.k_positions >= 0
         _check_finite(rank, "k_cache", row.k, used, i)

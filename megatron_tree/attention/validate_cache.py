@@ -83,7 +83,8 @@ def check_seen_slots(q: Tensor, cache: KVCache, spec: AttnSpec) -> KVCache:
     if (q_positions is None) != (k_positions is None):
         given = "q_positions" if k_positions is None else "cache_positions"
         raise ValueError(f"only {given} is given: pass q_positions and cache_positions, or neither")
-    if q_positions is None and (s_q > 1 or spec.left is not None or spec.alibi_slopes is not None):
+    by_position = s_q > 1 or spec.left is not None or spec.alibi_slopes is not None
+    if q_positions is None and cache.selected is None and by_position:
         slopes = "" if spec.alibi_slopes is None else " and alibi_slopes"
         raise ValueError(
             f"q has {s_q} tokens with window_size={spec.window_size}{slopes}: pass q_positions and cache_positions, "
@@ -133,6 +134,29 @@ def check_shared(q: Tensor, cache: KVCache, spec: AttnSpec, schedule: str) -> No
             raise ValueError(
                 f"shared: rows {rows.tolist()} must be below {len(q)} and pages {table.tolist()} below {num_pages}"
             )
+
+
+def check_selected(q: Tensor, cache: KVCache, spec: AttnSpec, schedule: str) -> None:
+    """Raise ``ValueError`` for selected slots that a decode step can't take."""
+    x, (b, s_q) = cache.selected, q.shape[:2]
+    if x is None:
+        return
+    if not isinstance(x, Tensor) or x.dtype != torch.int32 or x.dim() != 3 or tuple(x.shape[:2]) != (b, s_q):
+        raise ValueError(f"selected must be int32 [{b}, {s_q}, slots of a query], got {describe(x)}")
+    check_device("selected", x, q)
+    others = {
+        "q_positions": cache.q_positions is not None,
+        "shared": bool(cache.shared),
+        "window_size": spec.left is not None,
+        "alibi_slopes": spec.alibi_slopes is not None,
+        "schedule='ring'": schedule == "ring",
+    }
+    if given := [name for name, is_given in others.items() if is_given]:
+        raise ValueError(f"selected says which slots a query sees: leave out {' and '.join(given)}")
+    if _is_beyond(x + 1, cache.num_slots + 1):
+        raise ValueError(
+            f"selected holds {int(x.min())} to {int(x.max())}: slots of this rank's {cache.num_slots}, from 0, or -1"
+        )
 
 
 def _is_beyond(x: Tensor, end: int) -> bool:

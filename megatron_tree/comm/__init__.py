@@ -11,6 +11,7 @@
 - shared/         small collectives of the ranks of one host, through memory that they share
 - stages.py       the order in which gathers, computation and reductions of head chunks overlap
 - reductions.py   decode's reductions of one state per rank
+- counting.py     the k-th largest of all ranks' integers, by counting
 - local_share.py  the reduction that gives each rank its rows of the state
 - wire.py         JSON values between ranks
 - rendezvous.py   the default process group and its store
@@ -33,6 +34,7 @@ from .collectives import (
     start_reduce_scatter,
     sum_over_ranks,
 )
+from .counting import kth_largest
 from .group import backend, group_rank, group_size, resolve_transport
 from .health.monitored import monitored, waited_s
 from .interop import check_local, outside_graphs, process_group
@@ -66,6 +68,7 @@ __all__ = [
     "group_rank",
     "group_size",
     "hosts",
+    "kth_largest",
     "monitored",
     "neighbours",
     "outside_graphs",

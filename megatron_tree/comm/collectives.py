@@ -246,8 +246,8 @@ def all_reduce(x: Tensor, group, *, op: str = "sum", timeout_s: float = 600.0) -
 def sum_over_ranks(x: Tensor, group, *, transport: str = "auto", timeout_s: float = 600.0) -> Tensor:
     """The sum of x, of equal shape, over all ranks: the same bits everywhere. It may be x itself.
 
-    Unless the transport is builtin it is added up in rank order, in fp32 at least, so a row's bits don't depend on the
-    batch either.
+    Unless the transport is builtin floats are added up in rank order, in fp32 at least, so a row's bits don't depend on
+    the batch either.
     """
     state = GroupState.of(group)
     if (n := state.size) == 1:
@@ -258,7 +258,7 @@ def sum_over_ranks(x: Tensor, group, *, transport: str = "auto", timeout_s: floa
     if transport == "builtin":
         return all_reduce(x.contiguous(), group, timeout_s=timeout_s)
     team = Team.flat(group, transport=transport, timeout_s=timeout_s)
-    reducer = SumReducer(x.dtype, torch.promote_types(x.dtype, torch.float32))
+    reducer = SumReducer(x.dtype, torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype)
     if n == 2 or x.nbytes <= SMALL_BYTES:  # one round of whole tensors, or two of shares
         return reducer.merge(start_gather(x[None], team).wait()).to(x.dtype)
     rows = F.pad(x.flatten(), (0, -x.numel() % n))

@@ -20,9 +20,19 @@ from .work import Mail
 Steps = Generator[None, Tensor, Tensor]  # posts receives, yields once for this rank's state, returns the merged one
 
 
+class PackedReducer:
+    """Reduces packed states, [..., d + 1] (out, then lse); they travel as they are."""
+
+    merge = staticmethod(merge_packed)
+
+    @staticmethod
+    def narrow(state: Tensor) -> Tensor:
+        return state
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReduceArgs:
-    """What the ranks reduce: states of one shape [..., d + 1] (out, then lse), and among whom."""
+    """What the ranks reduce: states of one shape, rows of one width, and among whom."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -35,6 +45,8 @@ class ReduceArgs:
     across: str
     shares: tuple[int, ...] = ()
     """Of "local_share": the rows of the state's first dimension that each rank gets."""
+    reducer: type = PackedReducer
+    """Merges states [n, ...] in order."""
 
     @functools.cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -50,34 +62,33 @@ class ReduceArgs:
     def mail(self, op: str) -> Mail:
         return Mail(op, self.group, self.ranks, self.timeout_s)
 
+    def merge_shared(self, parts: Tensor) -> Tensor:
+        """Merge states [n, ...] that the ranks have handed each other through shared memory."""
+        packed = self.reducer is PackedReducer
+        return shared(self.group).merge(parts) if packed else self.reducer.merge(parts)
+
+    def merges_in_memory(self, state: Tensor) -> bool:
+        """Whether memory.c merges the ranks' states as it reads them."""
+        return self.reducer is PackedReducer and state.dtype == torch.float32 and state.nbytes <= CAPACITY
+
     def team(self, ranks: tuple[int, ...], *name) -> Team:
         return Team(self.group, (ranks,), self.transport, self.timeout_s, name)
-
-
-class _Packed:
-    """How `start_reduce_scatter` merges packed states; they travel as they are."""
-
-    merge = staticmethod(merge_packed)
-
-    @staticmethod
-    def narrow(state: Tensor) -> Tensor:
-        return state
 
 
 def local_share_shared(args: ReduceArgs) -> Steps:
     """Through shared memory, from which each rank merges its rows."""
     state, memory = (yield), shared(args.group)
-    if state.dtype == torch.float32 and state.nbytes <= CAPACITY:
+    if args.merges_in_memory(state):
         first = sum(args.shares[: args.rank])
         return memory.merge_rows(state, first, args.shares[args.rank], args.group, args.timeout_s)
     parts = memory.exchange(by_owner(state, args.shares, args.ranks), args.group, args.timeout_s)
-    return _unpadded(args, memory.merge(parts))
+    return _unpadded(args, args.merge_shared(parts))
 
 
 def local_share_builtin(args: ReduceArgs) -> Steps:
     """In one collective of the backend."""
     parts = by_owner((yield), args.shares, args.ranks)
-    return _unpadded(args, start_reduce_scatter(parts.flatten(0, 1), args.team(args.ranks), _Packed).wait())
+    return _unpadded(args, start_reduce_scatter(parts.flatten(0, 1), args.team(args.ranks), args.reducer).wait())
 
 
 def local_share_direct(args: ReduceArgs) -> Steps:
@@ -91,7 +102,7 @@ def local_share_direct(args: ReduceArgs) -> Steps:
         mail.send(state[s], s)
     parts[r] = state[r]
     mail.wait(*arriving)
-    merged = merge_packed(parts)
+    merged = args.reducer.merge(parts)
     mail.sent()
     return _unpadded(args, merged)
 

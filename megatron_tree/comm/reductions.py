@@ -1,4 +1,4 @@
-"""Decode's reductions: one packed state per rank is merged, and every rank gets the same bits (or its share).
+"""Decode's reductions: one state per rank is merged, and every rank gets the same bits (or its share).
 
 `Reducer.start` posts the receives, the caller computes its state meanwhile, and `finish` sends and merges. Every
 schedule merges in one fixed order, or merges once and copies (docs/design.md, section 3).
@@ -15,12 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import merge_packed
 from ..merge import finite, normalized, numerators
 from .collectives import all_reduce, start_gather
 from .group import group_size
-from .local_share import ReduceArgs, Steps, local_share_builtin, local_share_direct, local_share_shared
-from .shared import CAPACITY, shared
+from .local_share import PackedReducer, ReduceArgs, Steps, local_share_builtin, local_share_direct, local_share_shared
+from .shared import shared
 from .team import from_next
 from .traffic import note
 from .work import Mail, Transfer
@@ -71,6 +70,7 @@ def prepare_reduction(
     block: int = 1,
     across: str = "direct",
     shares: tuple[int, ...] = (),
+    reducer: type = PackedReducer,
 ) -> Reducer:
     """Reductions over the group of states of `shape` [..., d + 1], any number of them.
 
@@ -78,7 +78,7 @@ def prepare_reduction(
     [rows, ..., d + 1], and each rank gets only its rows back, shares[rank] of them; transport "direct" or "builtin", or
     "shm": then schedules of several rounds of messages are direct; order, block: the ranks by node and how many a node
     has (`plan.Placement`), default: every rank is its own node; across: how two_level's leaders exchange, "direct" or
-    "butterfly".
+    "butterfly"; reducer: merges other states than (out, lse), in any schedule but "allreduce" (merge.py).
     """
     n = group_size(group)
     if n == 1:
@@ -94,6 +94,7 @@ def prepare_reduction(
         order=order or tuple(range(n)),
         block=block,
         across=across,
+        reducer=reducer,
     )
     steps = _SCHEDULES.get((schedule, transport)) or _SCHEDULES[schedule, "direct"]
     return Reducer(functools.partial(steps, args))
@@ -110,14 +111,14 @@ def _allreduce(args: ReduceArgs) -> Steps:
 
 def _allgather_builtin(args: ReduceArgs) -> Steps:
     state = yield
-    return merge_packed(start_gather(state[None], args.team(args.ranks)).wait())
+    return args.reducer.merge(start_gather(state[None], args.team(args.ranks)).wait())
 
 
 def _allgather_shared(args: ReduceArgs) -> Steps:
     state, memory = (yield), shared(args.group)
-    if state.dtype == torch.float32 and state.nbytes <= CAPACITY:
+    if args.merges_in_memory(state):
         return memory.merge_rows(state, 0, len(state), args.group, args.timeout_s)
-    return memory.merge(memory.gather(state, args.group, args.timeout_s))
+    return args.merge_shared(memory.gather(state, args.group, args.timeout_s))
 
 
 def _to_all(args: ReduceArgs, mail: Mail, ranks: tuple[int, ...]) -> Steps:
@@ -131,7 +132,7 @@ def _to_all(args: ReduceArgs, mail: Mail, ranks: tuple[int, ...]) -> Steps:
         mail.send(state, r)
     parts[at] = state
     mail.wait(*arriving)
-    merged = merge_packed(parts)
+    merged = args.reducer.merge(parts)
     mail.sent()
     return merged
 
@@ -164,7 +165,7 @@ def _double(args: ReduceArgs, mail: Mail, ranks: tuple[int, ...]) -> Steps:
             mail.send(state, ranks[peer])
         if receives:
             mail.wait(arriving[peer])
-            state = buffers[peer] if folded else _merge_two(at, state, peer, buffers[peer])
+            state = buffers[peer] if folded else _merge_two(args, at, state, peer, buffers[peer])
     mail.sent()
     return state
 
@@ -179,12 +180,12 @@ def _butterfly_builtin(args: ReduceArgs) -> Steps:
         to = args.order[peer]
         Transfer(state if sends else None, to, other, to, args.group, args.timeout_s).wait()
         if receives:
-            state = other if folded else _merge_two(at, state, peer, other)
+            state = other if folded else _merge_two(args, at, state, peer, other)
     return state
 
 
-def _merge_two(at: int, state: Tensor, peer: int, other: Tensor) -> Tensor:
-    return merge_packed(torch.stack((state, other) if at < peer else (other, state)))
+def _merge_two(args: ReduceArgs, at: int, state: Tensor, peer: int, other: Tensor) -> Tensor:
+    return args.reducer.merge(torch.stack((state, other) if at < peer else (other, state)))
 
 
 def _scatter_builtin(args: ReduceArgs) -> Steps:
@@ -248,7 +249,7 @@ def _two_level_direct(args: ReduceArgs) -> Steps:
     next(exchange)
     parts[0] = yield
     mail.wait(*arriving)
-    result = _finish(exchange, merge_packed(parts))
+    result = _finish(exchange, args.reducer.merge(parts))
     note("send", args.block, (args.block - 1) * result.nbytes)
     for r in members[1:]:
         mail.send(result, r)
@@ -264,7 +265,7 @@ def _two_level_builtin(args: ReduceArgs) -> Steps:
     for name, ranks in (("inside", inside), ("across", across)):
         if len(ranks) > 1:
             team = args.team(ranks, name, args.order, args.block)
-            state = merge_packed(start_gather(state[None], team).wait())
+            state = args.reducer.merge(start_gather(state[None], team).wait())
     return state
 
 

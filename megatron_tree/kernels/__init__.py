@@ -10,6 +10,7 @@ from .backends import (
     choose,
     merge_packed,
 )
+from .index import best_keys
 from .kv_cache import KVCache, SharedPages
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "attn_decode",
     "attn_delta",
     "attn_fwd",
+    "best_keys",
     "choose",
     "merge_packed",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -11,6 +12,8 @@ from torch import Tensor
 from ..config import AttnSpec
 from ..merge import merge_packed, pack_state, state_dtype
 from .masks import alibi_bias, window_mask
+
+MOST_GATHERED = 1 << 25  # numbers of keys that are copied at a time
 
 
 class SharedPages(NamedTuple):
@@ -27,7 +30,7 @@ class KVCache(NamedTuple):
     """One layer's keys and values on one rank, dense or in pages, and what the queries of a decode call see of them.
 
     A query sees slot s of its row if s < lengths[row], and, with positions, if 0 <= the slot's position <= the
-    query's, within the window. Nothing given: it sees all slots.
+    query's, within the window. Nothing given: it sees all slots. With `selected` it sees those slots alone.
     """
 
     k: Tensor
@@ -48,6 +51,8 @@ class KVCache(NamedTuple):
     """int32 [b, n]: the pages of each row, in order; s = n * page_size."""
     shared: Sequence[SharedPages] = ()
     """Pages before those of block_table, read once for all their rows; lengths and positions leave them out."""
+    selected: Tensor | None = None
+    """int32 [b, s_q, m]: the slots of its row that each query sees, each once; -1: none. Without positions."""
 
     @property
     def values(self) -> Tensor:
@@ -62,6 +67,8 @@ class KVCache(NamedTuple):
     @property
     def needs_mask(self) -> bool:
         """Whether torch's kernels need a mask. Rows that are gathered from pages are cut to their lengths."""
+        if self.selected is not None:
+            return True
         return self.k_positions is not None or (self.lengths is not None and self.block_table is None)
 
     def row(self, row: int, dtype: torch.dtype, length: int | None = None) -> KVCache:
@@ -89,6 +96,24 @@ class KVCache(NamedTuple):
             None if pages is None else _tokens(pages, scale, numbers, length, dtype)[None]
             for pages, scale in ((self.k, self.k_scale), (self.v, self.v_scale))
         )
+
+    def of_selected(self, queries: slice, dtype: torch.dtype) -> KVCache:
+        """The selected slots of some of the b * s_q queries as a dense cache, a row of it for every query, in which an
+        entry -1 is a slot at position -1. Pages in 8 bits get this dtype."""
+        b, s_q, _ = self.selected.shape
+        selected = self.selected.flatten(0, 1)[queries].long()
+        if 0 in self.k.shape[:2]:
+            selected = selected[:, :0]
+        row = torch.arange(b * s_q, device=selected.device)[queries] // s_q
+        page, at = row[:, None].expand_as(selected), selected.clamp(min=0)
+        if self.block_table is not None:
+            size = self.k.shape[1]
+            page, at = self.block_table[page, at // size].long(), at % size
+            page = page.where(selected >= 0, 0)
+        scales = self.k_scale, self.v_scale
+        k, v = (None if x is None else _slots(x, scale, page, at, dtype) for x, scale in zip((self.k, self.v), scales))
+        positions = dict(q_positions=selected.new_zeros(len(selected), 1), k_positions=selected.clamp(max=0))
+        return KVCache(k, v, head_dim_v=self.head_dim_v, **positions)
 
     def mask(self, spec: AttnSpec) -> Tensor | None:
         """Of a dense cache, bool [b, 1 or s_q, s]: what each query sees; None for everything."""
@@ -121,6 +146,15 @@ class KVCache(NamedTuple):
         return self._replace(k=k, v=v, lengths=lengths, k_positions=positions)
 
 
+def _slots(pages: Tensor, scale: Tensor | None, page: Tensor, at: Tensor, dtype: torch.dtype) -> Tensor:
+    """Slots `at` of pages `page`, [n, m] each: [n, m, h_kv, d]; with a scale they get this dtype."""
+    if pages.dtype == torch.float8_e4m3fn:  # torch can't index it on every device
+        x = pages.view(torch.uint8)[page, at].view(pages.dtype)
+    else:
+        x = pages[page, at]
+    return x if scale is None else (x.float() * scale[page, at][..., None]).to(dtype)
+
+
 def _tokens(pages: Tensor, scale: Tensor | None, numbers: Tensor | slice, length: int, dtype: torch.dtype) -> Tensor:
     """The first `length` tokens [length, h_kv, d] of some pages; with a scale they get this dtype."""
     if pages.dtype == torch.float8_e4m3fn:  # torch can't index it on every device
@@ -146,6 +180,16 @@ def decode_shared(decode: Callable, q: Tensor, cache: KVCache, spec: AttnSpec, s
     return state
 
 
+def decode_gathered(decode: Callable, q: Tensor, cache: KVCache, spec: AttnSpec) -> Tensor:
+    """`Backend.attn_decode` of selected slots by copies of them: every query is then a row of its own, with a cache
+    that is dense. decode: as `Backend.attn_decode`, for dense caches."""
+    rows, size = q.flatten(0, 1)[:, None], cache.selected.shape[2] * cache.k.shape[2] * cache.k.shape[3]
+    step = max(1, MOST_GATHERED // max(1, size))
+    parts = (slice(i, i + step) for i in range(0, max(1, len(rows)), step))
+    states = [decode(rows[part], cache.of_selected(part, q.dtype), spec) for part in parts]
+    return torch.cat(states).view(*q.shape[:3], -1)
+
+
 def decode_masked(attn_masked: Callable, q: Tensor, cache: KVCache, spec: AttnSpec) -> Tensor:
     """`Backend.attn_decode` by attn_masked(q, k, v, keep=, spec=) -> state, the backend's attention under a mask; with
     ALiBi also bias=.
@@ -153,6 +197,8 @@ def decode_masked(attn_masked: Callable, q: Tensor, cache: KVCache, spec: AttnSp
     Rows go one by one where they are gathered from pages, and where their bits may not depend on the batch as those of
     torch's matrix products do.
     """
+    if cache.selected is not None:
+        return decode_gathered(functools.partial(decode_masked, attn_masked), q, cache, spec)
     if cache.block_table is not None or (spec.deterministic and q.shape[0] > 1):
         rows = range(q.shape[0])
         parts = [(q[i : i + 1], cache.row(i, q.dtype), spec.batch_row(i)) for i in rows]

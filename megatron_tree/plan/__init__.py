@@ -6,6 +6,7 @@ from .planner import plan_decode, plan_training
 from .plans import Cost, DecodePlan, PassPlan, Shape, TrainingPlan, check_grid, check_heads, grids
 from .prefill_grid import chunk_sizes, plan_prefill_grid
 from .scan import plan_scan
+from .select import SelectPlan, plan_select
 from .sizes import CallSizes
 from .topology import (
     Level,
@@ -28,6 +29,7 @@ __all__ = [
     "Mask",
     "PassPlan",
     "Placement",
+    "SelectPlan",
     "Shape",
     "Topology",
     "TrainingPlan",
@@ -42,6 +44,7 @@ __all__ = [
     "plan_decode",
     "plan_prefill_grid",
     "plan_scan",
+    "plan_select",
     "plan_training",
     "save_topology",
 ]

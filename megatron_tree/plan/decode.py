@@ -14,6 +14,7 @@ from .cost import Phase, PlacedTopology
 from .plans import Cost, DecodePlan, ReductionPlan
 
 SHARED_S = 1e-5  # a round through shared memory, the calls included; ranks that have cores meet in 3 to 10 us
+SMALL_SUM = 1 << 16  # bytes that a sum sends in one round: comm.collectives.SMALL_BYTES
 GLOO_LATENCIES = 1.7  # per round of gloo's all-reduce, measured; two of its messages are in flight at a time
 
 
@@ -236,15 +237,25 @@ def projects_first(placed: PlacedTopology, results: DecodePlan, projected: Decod
 
 
 def summed(placed: PlacedTopology, size: float) -> tuple[float, float]:
-    """(seconds, bytes that a rank sends) of a small sum over all ranks, as `comm.sum_over_ranks` makes it."""
+    """(seconds, bytes that a rank sends) of a sum over all ranks, as `comm.sum_over_ranks` makes it."""
     total = Rounds(placed)
     if placed.world > 1:
-        if placed.direct:
-            add_exchange(total, size)
-            total.merge(placed.world, size)
-        else:
-            _all_reduce(total, size)
+        add_sum(total, size)
     return total.time, sum(total.sent)
+
+
+def add_sum(total: Rounds, size: float) -> None:
+    """Every rank gets the sum of all ranks' `size` bytes: of whole messages, or above `SMALL_SUM` of shares."""
+    placed, share = total.placed, -(-size // total.placed.world)
+    if not placed.direct:
+        _all_reduce(total, size)
+    elif placed.world == 2 or size <= SMALL_SUM:
+        add_exchange(total, size)
+        total.merge(placed.world, size)
+    else:
+        add_exchange(total, share)
+        total.merge(placed.world, share)
+        add_gather(total, share)
 
 
 def reductions(placed: PlacedTopology, step: StepSizes, local_heads: bool = False) -> list[ReductionPlan]:

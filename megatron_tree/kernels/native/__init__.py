@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...compiled import NotCompiled, compiled
 from ...config import AttnSpec
-from ..kv_cache import KVCache
+from ..kv_cache import KVCache, decode_gathered
 
 CHUNK = 1024  # slots of a task
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8"}
@@ -64,6 +64,8 @@ def unsupported(q, k, v, spec: AttnSpec, *, flowing_lse: bool, masked: bool, dec
 
 def attn_decode(q: Tensor, cache: KVCache, spec: AttnSpec) -> Tensor:
     """See `Backend.attn_decode`."""
+    if cache.selected is not None:
+        return decode_gathered(attn_decode, q, cache, spec)
     b, s_q, h, d = q.shape
     q, k, v = _unit_columns(q.float()), _unit_columns(cache.k), _unit_columns(cache.values)
     h_kv, d_v = v.shape[2:]

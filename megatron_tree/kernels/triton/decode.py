@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...config import AttnSpec
-from ..kv_cache import KVCache
+from ..kv_cache import KVCache, decode_gathered
 from . import common, configs, host
 from .common import LN2, LOG2E, alibi, cap_logits, dot, head_of
 from .merge import merge_states
@@ -207,6 +207,8 @@ def attn_decode(q: Tensor, cache: KVCache, spec: AttnSpec, num_splits: int | Non
 
     num_splits: default chosen to fill the GPU; with spec.deterministic one for every SPLIT_KEYS keys.
     """
+    if cache.selected is not None:
+        return decode_gathered(attn_decode, q, cache, spec)
     if cache.block_table is not None:
         check_pages(cache.k)
     q, k, v = (host.unit_last_stride(x) for x in (q, cache.k, cache.values))

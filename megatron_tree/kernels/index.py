@@ -1,0 +1,53 @@
+"""The index of index-selected attention (DeepSeek-V3.2): every query's best keys of one shard.
+
+The score of key a for query i is, over the index heads h and in fp32,
+
+    I_ia = sum_h w_ih relu(scale * q_ih . k_a)                                  (16)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..merge import NO_ENTRY, ranked
+from .kv_cache import KVCache
+
+MOST_PRODUCTS = 1 << 19  # of the heads of some queries with some keys: they stay in a core's cache
+MOST_SCORES = 1 << 22  # of some queries with all keys of their row
+
+
+def index_scores(q: Tensor, weights: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Equation (16): fp32 [n, s] of queries q [n, h, d] with weights [n, h], and keys k [s, d]."""
+    (n, h, d), s = q.shape, k.shape[0]
+    q, weights = q.float().reshape(n * h, d), weights.float()[:, None]
+    scores = torch.empty((n, s), device=q.device)
+    step = max(64, MOST_PRODUCTS // (n * h))
+    for some in (slice(i, i + step) for i in range(0, s, step)):
+        products = (q @ k[some].float().T).mul_(scale).relu_()
+        scores[:, some] = torch.bmm(weights, products.view(n, h, -1))[:, 0]
+    return scores
+
+
+def best_keys(q: Tensor, weights: Tensor, cache: KVCache, topk: int, scale: float) -> tuple[Tensor, Tensor]:
+    """The `topk` best keys of every query among those that it sees: lists of `merge.ranked`, and their slots.
+
+    Args: q [b, n, h, d]; weights [b, n, h]; cache: index keys [b, s, 1, d], or pages of them, with positions.
+    Returns: int64 [b, n, m], falling, then `NO_ENTRY`, and int64 [b, n, m]; m is topk, or the shard's slots if less.
+    """
+    b, n, h, _ = q.shape
+    m = min(topk, cache.num_slots)
+    lists = torch.full((b, n, m), NO_ENTRY, device=q.device)
+    slots = torch.zeros((b, n, m), dtype=torch.int64, device=q.device)
+    for i in range(b):  # one by one: a row's bits don't depend on the batch
+        row = cache.row(i, q.dtype)
+        keys, positions = row.k[0, :, 0], row.k_positions[0]
+        step = max(1, min(MOST_SCORES // max(1, len(keys)), MOST_PRODUCTS // (64 * h)))
+        for some in (slice(j, j + step) for j in range(0, n, step)):
+            scores = index_scores(q[i, some], weights[i, some], keys, scale)
+            seen = (positions >= 0) & (positions <= row.q_positions[0, some, None])
+            entries = ranked(scores, positions).masked_fill_(~seen, NO_ENTRY)
+            of_row = min(m, len(keys))
+            best, slot = entries.topk(of_row)
+            lists[i, some, :of_row], slots[i, some, :of_row] = best, slot
+    return lists, slots
