@@ -16,6 +16,7 @@ from megatron_tree import (
     tree_convolution,
     tree_recurrence,
     tree_scan,
+    unshard_sequence,
 )
 from megatron_tree.comm import record
 from support.ranks import run_distributed
@@ -127,6 +128,36 @@ def _documents(rank, world):
 def test_outputs_states_and_gradients(run, world):
     for errors in run_distributed(run, world):
         assert {name: error for name, error in errors.items() if error > EXACT} == {}
+
+
+def _rounding(inputs, v, state):
+    """The delta rule in float32, with inputs and outputs in their dtype."""
+    out, final = delta_rule([x.float() for x in inputs], v.float(), state)
+    return out.to(v.dtype), final
+
+
+def _low_precision(rank, world):
+    """Errors of out and gradients over those of one rank in the same precision."""
+    group, dtype = dist.group.WORLD, torch.bfloat16
+    case = Case("delta rule", (96,))
+    leaves = [x.to(dtype) for x in case.leaves]
+    up = case.up.to(dtype)
+    exact = [x.double().requires_grad_() for x in leaves]
+    truth, _ = delta_rule(exact[:-1], exact[-1], None)
+    truths = [truth, *torch.autograd.grad((truth * up).sum(), exact)]
+    dense = [x.clone().requires_grad_() for x in leaves]
+    out, _ = _rounding(dense[:-1], dense[-1], None)
+    rounded = [out, *torch.autograd.grad((out * up).sum(), dense)]
+    local = [shard_sequence(x, group, 1).requires_grad_() for x in leaves]
+    out, _ = tree_recurrence(_rounding, local[:-1], local[-1], head_dim=D, cp_group=group)
+    found = [out, *torch.autograd.grad((out * shard_sequence(up, group, 1)).sum(), local)]
+    whole = [unshard_sequence(x, group, 1) for x in found]
+    return [relative(a, c) / relative(b, c) for a, b, c in zip(whole, rounded, truths)]
+
+
+def test_low_precision_within_the_rule():
+    for out, *grads in run_distributed(_low_precision, 4):
+        assert out <= 2 and max(grads) <= 3, (out, grads)
 
 
 def _convolved(rank, world):
