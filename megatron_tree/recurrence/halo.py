@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from ..config import TreeConfig, check_positive, default_config
 from ..layout import Layout
 from .chains import Chains, Link
 from .exchange import Route, exchange, tied
-from .pieces import OfRows, each, joined
+from .pieces import joined
 
 
 @comm.outside_graphs
@@ -92,25 +93,24 @@ def tree_convolution(
     differentiable.
 
     Args:
-        kernel: kernel(rows [n, count + t, ...]) -> [n, t, ...]; batches of several segments are as large as needed.
+        kernel: a causal function of rows, [b, t, ...] -> [b, t, ...], whose result for a row depends on this row and
+            the `count` before it alone. It is called once, with the segments' rows behind those before them, whose
+            results are dropped.
         Others as in `tree_halo`.
 
     Returns: (kernel's result for this rank's rows [b, s_local, ...], 0 in rows of padding; the sequence's last rows, as
         `tree_halo`).
     Raises: as `tree_halo`.
     """
-    halos, final = tree_halo(
-        x, count, cp_group=cp_group, layout=layout, before=before, return_final=return_final, config=config
-    )
-    cp_group = comm.process_group(cp_group)
-    segments = Chains.of(x, "x", cp_group, layout).segments[comm.group_rank(cp_group)]
-
-    def run(of_rows: OfRows, numbers: list[int]) -> tuple[Tensor]:
-        return (kernel(torch.cat((torch.cat([halos[:, i] for i in numbers]), of_rows(x)), 1)),)
-
-    outs = {i: out for i, (out,) in each(segments, range(len(segments)), run)}
-    like = outs[0] if outs else kernel(x.new_zeros(1, count + 1, *x.shape[2:]))
-    return tied(joined(segments, outs, like.new_empty(*x.shape[:2], *like.shape[2:])), halos, x), final
+    options = dict(cp_group=comm.process_group(cp_group), layout=layout, config=config)
+    halos, final = tree_halo(x, count, before=before, return_final=return_final, **options)
+    group = options["cp_group"]
+    segments = Chains.of(x, "x", group, layout).segments[comm.group_rank(group)]
+    rows = [part for i, s in enumerate(segments) for part in (halos[:, i], x[:, s.row : s.row + s.length])]
+    out = kernel(torch.cat(rows or [x.new_zeros(len(x), 1, *x.shape[2:])], 1))
+    ends = list(accumulate(count + s.length for s in segments))
+    outs = {i: out[:, end - s.length : end] for i, (end, s) in enumerate(zip(ends, segments))}
+    return tied(joined(segments, outs, out.new_empty(*x.shape[:2], *out.shape[2:])), halos, x), final
 
 
 class HaloPlan(NamedTuple):

@@ -125,12 +125,12 @@ class _Layer:
                 outs[i] = (response.transpose(1, 2) @ state).transpose(1, 2) + out
             return tied(joined(segments, outs, self.v), states, *(() if segments else (self.v,))), final
 
-    def _outputs(self, of_rows: OfRows, _) -> tuple[Tensor]:
+    def _outputs(self, of_rows: OfRows) -> tuple[Tensor]:
         """The outputs of segments that are documents."""
         out, _ = self.kernel(tuple(map(of_rows, self.inputs)), of_rows(self.v), None)
         return (out,)
 
-    def _maps(self, of_rows: OfRows, _) -> tuple[Tensor, ...]:
+    def _maps(self, of_rows: OfRows) -> tuple[Tensor, ...]:
         """The outputs [b, t, h, d_v] for a state of zeros, their response [b, t, h, d] to the state, and M and U."""
         v, d = of_rows(self.v), self.head_dim
         state = torch.eye(d, v.shape[3] + d, dtype=self.dtype, device=v.device).roll(v.shape[3], 1)
@@ -140,7 +140,7 @@ class _Layer:
         update, transition = final.to(self.dtype).split((v.shape[3], d), -1)
         return out, response, transition, update
 
-    def _decaying(self, of_rows: OfRows, _) -> tuple[Tensor, ...]:
+    def _decaying(self, of_rows: OfRows) -> tuple[Tensor, ...]:
         """The same where states decay: R_t = readout_t exp(sum of log_decay until t), M = exp(sum of all)."""
         out, final = self.kernel(tuple(map(of_rows, self.inputs)), of_rows(self.v), None)
         decay = of_rows(self.decay.log_decay).to(self.dtype).cumsum(1).exp()

@@ -164,8 +164,9 @@ def _convolved(rank, world):
     """The largest errors of a causal convolution of 8 taps and its gradient, by layout."""
     group, weight, errors = dist.group.WORLD, torch.linspace(-1, 1, 8, dtype=torch.float64), {}
 
-    def convolve(x):  # [b, 7 + t, c]
-        return F.conv1d(x.mT.flatten(0, 1)[:, None], weight[None, None]).view(len(x), 3, -1).mT
+    def convolve(x):  # [b, t, c], zeros before them
+        padded = F.pad(x.mT.flatten(0, 1), (7, 0))
+        return F.conv1d(padded[:, None], weight[None, None]).view(len(x), 3, -1).mT
 
     draw = torch.Generator().manual_seed(0)
     for name in ("zigzag", "contiguous", UNEVEN[world], "dispatched", "packed"):
@@ -175,7 +176,7 @@ def _convolved(rank, world):
         before = torch.randn(B, 7, 3, generator=draw, dtype=torch.float64)
         first = torch.zeros_like(before) if packed else before.requires_grad_()
         want = torch.cat(
-            [convolve(torch.cat((first, part), 1)) for part in x.requires_grad_().split(tuple(lengths), 1)], 1
+            [convolve(torch.cat((first, part), 1))[:, 7:] for part in x.requires_grad_().split(tuple(lengths), 1)], 1
         )
         leaves = [x] if packed else [x, before]
         wanted = torch.autograd.grad((want * up).sum(), leaves)
