@@ -1,9 +1,9 @@
 """Tree Attention for Megatron-core and DeepSpeed: exact attention over a sequence sharded across ranks."""
 
 from .attention.decode import tree_decode
+from .attention.decode_select import tree_select
 from .attention.functional import tree_attn_func, tree_attn_varlen_func
 from .attention.prefill import tree_prefill
-from .attention.select import tree_select
 from .attention.selection import tree_select_func
 from .attention.sequences import dispatch_documents, shard_sequence, unshard_sequence
 from .config import AttnSlice, TreeConfig
