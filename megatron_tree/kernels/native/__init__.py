@@ -1,6 +1,7 @@
-"""Our C kernel for decoding on a CPU: it reads the cache once, dense or in pages. It is compiled on first use.
+"""Our C kernel for decoding on a CPU: it reads the cache once, dense, in pages or by lists of selected slots. It is
+compiled on first use.
 
-Keys are split every CHUNK slots, whatever the batch and the number of threads: so are the bits of a row.
+Keys are split every CHUNK slots, selected ones every SELECTED_CHUNK, whatever the batch and the number of threads: so are the bits of a row.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from torch import Tensor
 
 from ...compiled import NotCompiled, compiled
 from ...config import AttnSpec
-from ..kv_cache import KVCache, decode_gathered
+from ..kv_cache import KVCache
 
-CHUNK = 1024  # slots of a task
+CHUNK, SELECTED_CHUNK = 1024, 256  # slots of a task
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8"}
 _TYPES[torch.float8_e4m3fn] = "E4M3"
 _QUERIES = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,8 +32,10 @@ _SIZES = (
     *("q_row", "q_token", "q_head", "k_page", "k_slot", "k_head", "v_page", "v_slot", "v_head"),
     *("ks_page", "ks_slot", "ks_head", "vs_page", "vs_slot", "vs_head"),
     *("q_pos_row", "q_pos_token", "k_pos_row", "k_pos_slot", "left", "right", "slopes_row"),
+    *("sharers", "selected_row"),
 )
-_POINTERS = ("q", "k", "v", "k_scale", "v_scale", "table", "lengths", "q_pos", "k_pos", "slopes", "parts", "out")
+_POINTERS = ("q", "k", "v", "k_scale", "v_scale", "table", "selected", "lengths", "q_pos", "k_pos")
+_POINTERS += ("slopes", "parts", "out")
 
 
 class _Call(ctypes.Structure):
@@ -64,13 +67,16 @@ def unsupported(q, k, v, spec: AttnSpec, *, flowing_lse: bool, masked: bool, dec
 
 def attn_decode(q: Tensor, cache: KVCache, spec: AttnSpec) -> Tensor:
     """See `Backend.attn_decode`."""
-    if cache.selected is not None:
-        return decode_gathered(attn_decode, q, cache, spec)
+    shape, sharers, selected = q.shape[:3], 1, cache.selected
+    if selected is not None:  # every query is a row
+        sharers, q, selected = shape[1], q.flatten(0, 1)[:, None], selected.flatten(0, 1).contiguous()
+        cache = cache._replace(lengths=None)
     b, s_q, h, d = q.shape
     q, k, v = _unit_columns(q.float()), _unit_columns(cache.k), _unit_columns(cache.values)
     h_kv, d_v = v.shape[2:]
-    table, k_scale, v_scale, slots = cache.block_table, cache.k_scale, cache.v_scale, cache.num_slots
-    num_chunks = max(1, -(-slots // CHUNK))
+    table, k_scale, v_scale = cache.block_table, cache.k_scale, cache.v_scale
+    slots, chunk = (cache.num_slots, CHUNK) if selected is None else (selected.shape[1], SELECTED_CHUNK)
+    num_chunks = max(1, -(-slots // chunk))
     parts = torch.empty((b, num_chunks, s_q * h, d_v + 2))
     out = torch.empty((b, s_q, h, d_v + 1))
     table = None if table is None else _unit_columns(table)
@@ -78,9 +84,10 @@ def attn_decode(q: Tensor, cache: KVCache, spec: AttnSpec) -> Tensor:
     lengths, q_positions, k_positions = (None if x is None else x.to(torch.int64) for x in integers)
     lengths = None if lengths is None else lengths.contiguous()
     slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes)  # fp32
-    tensors = (q, k, v, k_scale, v_scale, table, lengths, q_positions, k_positions, slopes, parts, out)
+    tensors = (q, k, v, k_scale, v_scale, table, selected, lengths, q_positions, k_positions, slopes, parts, out)
     strides = [None if x is None else x.stride() for x in (q, k, v, k_scale, v_scale, q_positions, k_positions, table)]
-    sizes = (b, s_q, h, h_kv, d, d_v, slots, max(1, k.shape[1]), k.element_size(), len(spec.alibi_slopes or ()))
+    sizes = (b, s_q, h, h_kv, d, d_v, slots, chunk, sharers, max(1, k.shape[1]), k.element_size())
+    sizes += (len(spec.alibi_slopes or ()),)
     call = _Call.from_buffer_copy(_sizes(sizes, *strides, spec.softmax_scale, spec.softcap, spec.left, spec.right))
     _ADDRESSES.pack_into(call, _Call.q.offset, *[0 if x is None else x.data_ptr() for x in tensors])
     library, tasks = _library(k.dtype), b * num_chunks
@@ -95,7 +102,7 @@ def attn_decode(q: Tensor, cache: KVCache, spec: AttnSpec) -> Tensor:
     if failed:
         raise MemoryError("attn_decode: no memory for a task's queries")
     library.merge_tasks(ctypes.byref(call))
-    return out
+    return out.view(*shape, d_v + 1)
 
 
 def _unit_columns(x: Tensor) -> Tensor:
@@ -108,10 +115,11 @@ def _sizes(
     left: int | None, right: int | None,
 ) -> _Call:  # fmt: skip
     """A call without its pointers, the same in every layer and step of a shape; tensors are given by their strides."""
-    b, s_q, h, h_kv, d, d_v, slots, page_size, item, rows_of_slopes = sizes
+    b, s_q, h, h_kv, d, d_v, slots, chunk, sharers, page_size, item, rows_of_slopes = sizes
     return _Call(
         batch=b, num_queries=s_q, heads=h, kv_heads=h_kv, d=d, d_v=d_v,
-        slots=slots, chunk=CHUNK, num_chunks=max(1, -(-slots // CHUNK)), page_size=page_size,
+        slots=slots, chunk=chunk, num_chunks=max(1, -(-slots // chunk)), page_size=page_size,
+        sharers=sharers, selected_row=slots,
         table_row=0 if table is None else table[0],
         left=-1 if left is None else left, right=-1 if right is None else right,
         slopes_row=h if rows_of_slopes > 1 else 0,

@@ -227,7 +227,7 @@ static void fill_next(const Call *c, Block *b, Place *at, int64_t last)
         int64_t row = at->task / c->num_chunks, from = at->task % c->num_chunks * c->chunk, end = from + c->chunk;
         int64_t length = c->lengths ? c->lengths[row] : c->slots, slot = from + at->slot;
         b->task = at->task;
-        fill(c, b, row, &slot, end < length ? end : length);
+        (c->selected ? fill_selected : fill)(c, b, row, &slot, end < length ? end : length);
         at->slot = slot - from;
         if (b->count)
             return;

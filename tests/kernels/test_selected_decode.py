@@ -1,0 +1,90 @@
+"""Decoding over lists of selected slots: every backend against the float64 oracle; nothing else is read."""
+
+import pytest
+import torch
+
+from megatron_tree import energy, kernels
+from megatron_tree.cache import quantize
+from megatron_tree.config import AttnSpec
+from megatron_tree.kernels import KVCache
+from support.decoding import decode_inputs
+from support.paging import paged
+from support.rounding import assert_near
+
+BATCH, SLOTS = 2, 300
+NAN = float("nan")
+SHAPES = {  # heads, d, d_v, queries, selected
+    "8/2 x 64": ((8, 2), 64, 64, 1, 200),
+    "4/4 x 20, 12, 3 queries": ((4, 4), 20, 12, 3, 40),
+    "2/1 x 24, few": ((2, 1), 24, 24, 2, 3),
+    "4/2 x 16, all": ((4, 2), 16, 16, 1, SLOTS),
+    "4/2 x 16, none": ((4, 2), 16, 16, 2, 0),
+}
+
+
+def lists(queries, count, seed=0):
+    """(int32 [BATCH, queries, count], bool [BATCH, queries, SLOTS]): a fifth of the entries are -1; one query has none."""
+    g = torch.Generator().manual_seed(seed)
+    rows = torch.stack([torch.randperm(SLOTS, generator=g)[:count] for _ in range(BATCH * queries)])
+    rows = rows.view(BATCH, queries, count).masked_fill(torch.rand(BATCH, queries, count, generator=g) < 0.2, -1)
+    rows[-1, -1] = -1
+    keep = torch.zeros(BATCH, queries, SLOTS + 1, dtype=torch.bool)
+    return rows.to(torch.int32), keep.scatter_(2, rows % (SLOTS + 1), True)[..., :SLOTS]
+
+
+def hide(x, keep):
+    """NaN in the slots that no query of their row has selected."""
+    return x.masked_fill(~keep.any(1)[..., None, None], NAN)
+
+
+def check(state, q, k, v, keep, dtype=torch.float32):
+    spec = AttnSpec(softmax_scale=q.shape[-1] ** -0.5)
+    out, lse = energy.attention(*(x.double() for x in (q, k, v)), spec=spec, keep=keep)
+    lse, seen = lse.transpose(1, 2), keep.any(-1)[:, :, None].expand(*q.shape[:3])
+    assert torch.equal(state[..., -1] > float("-inf"), seen)
+    assert_near(state[..., :-1], out, SLOTS, dtype=dtype)
+    assert_near(state[..., -1][seen], lse[seen], SLOTS, dtype=dtype)
+
+
+@pytest.mark.parametrize("backend", ["native", "aten", "reference"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_selected_slots(shape, backend):
+    heads, d, d_v, queries, count = SHAPES[shape]
+    rows, keep = lists(queries, count)
+    spec = AttnSpec(softmax_scale=d**-0.5)
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, v = decode_inputs(BATCH, queries, SLOTS, heads, d, d_v, dtype=dtype)
+        (pk, table), (pv, _) = paged(hide(k, keep), 16), paged(hide(v, keep), 16)
+        lengths = torch.full((BATCH,), SLOTS)
+        for cache in (
+            KVCache(hide(k, keep), hide(v, keep), selected=rows),
+            KVCache(pk, pv, lengths=lengths, block_table=table, selected=rows),
+        ):
+            state = kernels.attn_decode(q, cache, spec, backend)
+            check(state, q, k, v, keep, dtype if backend == "aten" else torch.float32)
+
+
+@pytest.mark.parametrize("backend", ["native", "aten", "reference"])
+def test_selected_latents(backend):
+    """Keys of 72 that hold their values of 64, of one head."""
+    rows, keep = lists(2, 100)
+    q, k, _ = decode_inputs(BATCH, 2, SLOTS, (12, 1), 72, 64, dtype=torch.float32)
+    pages, table = paged(hide(k, keep), 32)
+    seen = dict(lengths=torch.full((BATCH,), SLOTS), block_table=table, selected=rows)
+    state = kernels.attn_decode(
+        q, KVCache(pages, None, head_dim_v=64, **seen), AttnSpec(softmax_scale=72**-0.5), backend
+    )
+    check(state, q, k, k[..., :64], keep)
+
+
+@pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("backend", ["native", "aten", "reference"])
+def test_selected_slots_of_eight_bits(backend, stored):
+    rows, keep = lists(2, 100)
+    q, k, v = decode_inputs(BATCH, 2, SLOTS, (4, 2), 32, 16, dtype=torch.float32)
+    (k, k_scale), (v, v_scale) = quantize(k, stored), quantize(v, stored)
+    exact = [x.double() * scale.double()[..., None] for x, scale in ((k, k_scale), (v, v_scale))]
+    (pk, table), *others = (paged(x, 16) for x in (k, v, k_scale, v_scale))
+    pv, *scales = (pages for pages, _ in others)
+    cache = KVCache(pk, pv, *scales, lengths=torch.full((BATCH,), SLOTS), block_table=table, selected=rows)
+    check(kernels.attn_decode(q, cache, AttnSpec(softmax_scale=32**-0.5), backend), q, *exact, keep)
