@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-RECURRENT = ("mamba_d_state", "ssm_state_size", "mamba_d_conv", "linear_conv_kernel_dim", "conv_L_cache", "lru_width")
-EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")  # what a config calls the number of experts
+from .layers import Config, Layers
+from .recurrent import Recurrent
+
+UNPLANNED = {  # fields of layers that are not planned
+    "compress_rates": "compressed keys",
+    "index_kpool": "pooled index keys",
+    "hc_lowrank": "hyper-connections of low rank",
+    "per_layer_config": "layers of different sizes",
+    "lru_width": "recurrent layers of RecurrentGemma",
+}
+GATED = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "hy_v4")  # by a gate of out's size
+
+
+class Index(NamedTuple):
+    """An index that selects the keys which a query sees; its layers have a cache of index keys."""
+
+    layers: int
+    """Those that score keys; others use the selection of the layer before."""
+    heads: int
+    head_dim: int
+    """Numbers that a token takes in a layer's cache of index keys."""
+    topk: int
+    weights: int
+    """Of one layer's indexer."""
 
 
 class ModelSizes(NamedTuple):
-    """Words (numbers) of weights and cache. Those of a layer are means over all layers."""
+    """Words (numbers) of weights and cache. Those of attention are of one layer that attends, those of MLPs and experts
+    means over all layers."""
 
     layers: int
+    attention_layers: int
     hidden_size: int
     num_heads: int
     num_heads_kv: int
@@ -43,42 +66,46 @@ class ModelSizes(NamedTuple):
     num_experts: int
     experts_per_token: int
     lm_head: int
+    sums: int
+    """Results that ranks which share the weights add up: of attention, of a recurrent layer, of an MLP."""
+    repeated: float
+    """Words that a step reads more than once: those of blocks that several layers share."""
+    recurrent: Recurrent | None
+    index: Index | None
 
     @classmethod
-    def of(cls, config: dict[str, Any]) -> ModelSizes:
-        """The sizes of a config.json with the field names of Llama, Qwen, Mixtral or DeepSeek.
+    def of(cls, values: dict[str, Any]) -> ModelSizes:
+        """The sizes of a config.json with the field names of Llama, Qwen, Mixtral or DeepSeek, of a hybrid
+        (recurrent.py), or of DeepSeek V3.2 and others with an index.
 
-        Every layer counts as one of full attention. Raises: ValueError that names a missing field, or a field of
-            recurrent layers.
+        A layer with a window counts as one of full attention, and every layer has a cache of its own. Raises:
+            ValueError that names a missing field, or a field of layers that are not planned.
         """
-        config = config | config.get("text_config", {})
-
-        def field(name: str, default: int | None = None) -> int:
-            value = config.get(name)
-            value = default if value is None else value
-            if not isinstance(value, int) or value < 0:
-                raise ValueError(f"the model's config has {name}={value!r}: a whole number is needed")
-            return value
-
-        if recurrent := sorted(name for name in RECURRENT if config.get(name)):
-            raise ValueError(f"the model's config has {recurrent[0]}: models with recurrent layers are not planned")
-        layers, hidden, heads = field("num_hidden_layers"), field("hidden_size"), field("num_attention_heads")
-        attention = (_latent_attention if field("kv_lora_rank", 0) else _attention)(field, hidden, heads)
-        experts = next((field(name) for name in EXPERTS if config.get(name)), 0)
-        dense = layers if not experts else field("first_k_dense_replace", 0)
-        one = 3 * hidden * field("moe_intermediate_size", field("intermediate_size")) if experts else 0
-        sparse = (layers - dense) * (field("n_shared_experts", 0) * one + hidden * experts)
-        return cls(
+        config = Config(values)
+        if name := next((name for name in UNPLANNED if name in config), None):
+            raise ValueError(f"the model's config has {name}: models with {UNPLANNED[name]} are not planned")
+        kinds, hidden = Layers.of(config), config.number("hidden_size")
+        layers, sparse = len(kinds.mixers), kinds.mlps.count("sparse")
+        attention = (_latent_attention if "kv_lora_rank" in config else _attention)(config)
+        dense, one, per_layer = _mlp(config)
+        both = kinds.mixers.count("both") * ("mamba_d_ssm" not in config)  # Falcon H1 adds up what it mixes
+        sizes = cls(
             layers=layers,
+            attention_layers=kinds.attending,
             hidden_size=hidden,
-            num_heads=heads,
+            num_heads=config.number("num_attention_heads"),
             **attention,
-            mlp=(dense * 3 * hidden * field("intermediate_size") + sparse) / layers,
-            expert=one * (layers - dense) / layers,
-            num_experts=experts,
-            experts_per_token=field("num_experts_per_tok") if experts else 0,
-            lm_head=hidden * field("vocab_size"),
+            mlp=(kinds.mlps.count("dense") * dense + sparse * per_layer) / layers,
+            expert=one * sparse / layers,
+            num_experts=config.experts,
+            experts_per_token=config.number("num_experts_per_tok", "num_experts_per_token") if config.experts else 0,
+            lm_head=hidden * config.number("vocab_size"),
+            sums=layers - kinds.mixers.count("none") + both + layers - kinds.mlps.count("none"),
+            repeated=0,
+            recurrent=Recurrent.of(config, kinds.recurrent) if kinds.recurrent else None,
+            index=_index(config, layers) if "index_topk" in config else None,
         )
+        return _with_shared_blocks(sizes, config) if "num_mem_blocks" in config else sizes
 
     def experts_read(self, batch: int) -> float:
         """Words of a layer's experts that a step of `batch` tokens reads, if every token chooses at random."""
@@ -89,19 +116,39 @@ class ModelSizes(NamedTuple):
 
     def words(self, batch: int) -> float:
         """Words of all weights that a step of `batch` tokens reads."""
-        layer = self.queries + self.keys + self.shared + self.output + self.mlp + self.experts_read(batch)
-        return self.layers * layer + self.lm_head
+        attention = self.queries + self.keys + self.shared + self.output
+        words = self.attention_layers * attention + self.layers * (self.mlp + self.experts_read(batch)) + self.lm_head
+        words += self.recurrent.layers * self.recurrent.weights if self.recurrent else 0
+        return words + (self.index.layers * self.index.weights if self.index else 0)
+
+    @property
+    def parameters(self) -> float:
+        """Words of all weights but the embedding and norms."""
+        return self.words(1) + self.layers * (self.num_experts * self.expert - self.experts_read(1)) - self.repeated
+
+    @property
+    def token(self) -> int:
+        """Words that a token takes in the cache of keys and values."""
+        return self.attention_layers * self.num_heads_kv * self.cache
+
+    @property
+    def index_token(self) -> int:
+        """Words that a token takes in the cache of index keys."""
+        return self.index.layers * self.index.head_dim if self.index else 0
 
 
-def _attention(field: Callable[..., int], hidden: int, heads: int) -> dict[str, int]:
+def _attention(config: Config) -> dict[str, int]:
     """Sizes of an attention layer with keys and values."""
-    h_kv, d = field("num_key_value_heads", heads), field("head_dim", hidden // heads)
+    hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
+    h_kv = config.number("num_key_value_heads", default=heads)
+    d = config.number("head_dim", "attention_head_dim", default=hidden // heads)
+    gate = hidden * heads * d * (config.get("model_type") in GATED)
     return dict(
         num_heads_kv=h_kv,
         head_dim=d,
         head_dim_v=d,
         cache=2 * d,
-        queries=hidden * heads * d,
+        queries=hidden * heads * d + gate,
         keys=2 * hidden * h_kv * d,
         shared=0,
         output=heads * d * hidden,
@@ -110,21 +157,80 @@ def _attention(field: Callable[..., int], hidden: int, heads: int) -> dict[str, 
     )
 
 
-def _latent_attention(field: Callable[..., int], hidden: int, heads: int) -> dict[str, int]:
+def _latent_attention(config: Config) -> dict[str, int]:
     """Sizes of an attention layer with latents (MLA)."""
-    rank, q_rank = field("kv_lora_rank"), field("q_lora_rank", 0)
-    rope, nope, d_v = field("qk_rope_head_dim"), field("qk_nope_head_dim"), field("v_head_dim")
+    hidden, heads = config.number("hidden_size"), config.number("num_attention_heads")
+    rank, q_rank = config.number("kv_lora_rank"), config.number("q_lora_rank", default=0)
+    rope, nope, d_v = (config.number(name) for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+    queries = (q_rank or hidden) * heads * (nope + rope)
+    if config.get("model_type") == "axk2":  # queries and a gate, of latents before and after their norm
+        queries = 2 * q_rank * heads * (nope + rope + d_v)
+    gate = hidden * heads * d_v * (config.get("model_type") in GATED)
     return dict(
         num_heads_kv=1,
         head_dim=rank + rope,
         head_dim_v=rank,
         cache=rank + rope,
-        queries=(q_rank or hidden) * heads * (nope + rope) + heads * nope * rank,
+        queries=queries + gate + heads * nope * rank,
         keys=0,
         shared=hidden * (q_rank + rank + rope),
         output=heads * d_v * (rank + hidden),
         values=heads * d_v * rank,
         value_dim=d_v,
+    )
+
+
+def _mlp(config: Config) -> tuple[int, int, int]:
+    """Weights of an MLP, of one expert, and of what a layer with experts has besides."""
+    hidden, experts, shared = config.number("hidden_size"), config.experts, "shared_intermediate_size"
+    products = 2 if config.get("mlp_hidden_act") == "relu2" else 3  # without a gate
+    width = config.number("intermediate_size", default=0 if experts else None)
+    if config.get("block_auto_adjust_ff_dim"):  # LFM 2
+        width = int(config.get("block_ffn_dim_multiplier", 1) * int(2 * width / 3))
+        width = -(-width // config.number("block_multiple_of")) * config.number("block_multiple_of")
+    dense = products * hidden * width
+    if shared in config:  # Granite: beside experts, or alone
+        dense = products * hidden * config.number(shared)
+    if not experts:
+        return dense, 0, 0
+    latent = config.number("moe_latent_size", default=hidden)
+    width = config.number("moe_intermediate_size", default=width)
+    one, others = products * latent * width, 2 * hidden * latent * (latent != hidden)
+    if shared in config:
+        others += dense
+    names = ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size")
+    widths = config.number(*names, default=width)
+    count = config.number("n_shared_experts", "num_shared_experts", default=int(names[1] in config))
+    return dense, one, others + count * products * hidden * widths + hidden * experts
+
+
+def _index(config: Config, layers: int) -> Index:
+    """The index of DeepSeek V3.2 and those that took it over."""
+    hidden, types = config.number("hidden_size"), config.get("indexer_types", ["full"] * layers)
+    heads, d = config.number("index_n_heads"), config.number("index_head_dim")
+    weights = (config.number("q_lora_rank", default=hidden)) * heads * d + hidden * (d + heads)
+    return Index(types.count("full"), heads, d, config.number("index_topk"), weights)
+
+
+def _with_shared_blocks(sizes: ModelSizes, config: Config) -> ModelSizes:
+    """Zamba 2: attention takes the hidden state and the embedding side by side, in blocks that several layers share."""
+    hidden, blocks, joined = sizes.hidden_size, config.number("num_mem_blocks"), 2 * sizes.hidden_size
+    heads = sizes.num_heads
+    d = config.number("attention_head_dim", default=joined // heads)
+    queries, keys, output = joined * heads * d, 2 * joined * sizes.num_heads_kv * d, heads * d * hidden
+    attention = queries + keys + output
+    width, uses = config.number("intermediate_size"), sizes.attention_layers
+    adapters = config.number("adapter_rank") * (hidden + 2 * width)
+    return sizes._replace(
+        head_dim=d,
+        head_dim_v=d,
+        value_dim=d,
+        cache=2 * d,
+        queries=queries,
+        keys=keys,
+        output=output + hidden * hidden,  # of what follows it
+        mlp=sizes.mlp + uses * adapters / sizes.layers,
+        repeated=max(0, uses - blocks) * (attention + 3 * hidden * width),
     )
 
 

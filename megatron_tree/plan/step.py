@@ -4,6 +4,10 @@ All ways share the cache's tokens; they differ in the weights (`WAYS`). With few
 head), only those that split the weights over all ranks divide all of them by N. Layers are added up: a layer reads its
 weights and the rank's share of its cache at `memory_bandwidth`, and its messages follow one after another. Activations,
 norms, Python and overlap of any kind are not counted.
+
+Ranks that split a recurrent layer's weights have its heads, and with them its states, which are read and written; only
+results are added up. With an index a rank scores its index keys, the ranks agree on the best, and each attends to those
+of its own; indexers are whole on every rank.
 """
 
 from __future__ import annotations
@@ -13,8 +17,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from .choice import BASELINES
 from .cost import PlacedTopology, placed_topology
-from .decode import gathered, gathered_queries, projects_first, summed
+from .decode import StepSizes, gathered, gathered_queries, projects_first, reductions, summed
 from .model import ModelSizes
 from .planner import plan_decode
 from .topology import Topology, place
@@ -59,11 +64,18 @@ class StepCost(NamedTuple):
     head_groups: int
     """K: groups of ranks with different KV heads."""
     weight_bytes: float
-    """That a rank reads, and has, but for experts."""
+    """That a rank reads."""
+    held_bytes: float
+    """Weights that it has: with all experts, and blocks that several layers share once."""
     cache_bytes: float
+    """Of keys and values that it reads; with an index, those selected."""
+    index_bytes: float
+    """Of index keys that it reads."""
+    state_bytes: float
+    """Of recurrent and convolution states, which it reads and writes."""
     sent_bytes: float
     read_s: float
-    """Seconds to read weights and cache."""
+    """Seconds to read weights, cache and index keys, and to read and write states."""
     time_s: float
 
 
@@ -128,19 +140,39 @@ class _Step(NamedTuple):
         latents = [(model.shared / 2, model.shared / model.hidden_size / 2)] * 2
         if not way.splits_latents or not splits_latents(weights_of, latents, word, self.batch):
             latents = []
-        cache = self.batch * self.seq_len * model.num_heads_kv * model.cache * model.layers * word / world
-        messages, more = self._attention(way, tokens_of, groups, cache / model.layers)
-        messages += [summed(weights_of, self.batch * model.hidden_size * word)] * 2
-        messages += [gathered(weights_of, self.batch * columns / world * word) for _, columns in latents]
-        logits = gathered(weights_of, self.batch * model.lm_head / model.hidden_size / split * 4)
-        time, sent = (model.layers * sum(of_layer) + end for of_layer, end in zip(zip(*messages), logits))
+        rows = min(self.seq_len, model.index.topk) if model.index else self.seq_len
+        cache = self.batch * rows * model.token * word / world
+        index_keys = self.batch * self.seq_len * model.index_token * word / len(tokens_of)
+        attention, more = self._attention(way, tokens_of, groups, cache / max(1, model.attention_layers))
+        attention += [gathered(weights_of, self.batch * columns / world * word) for _, columns in latents]
+        messages = [(model.attention_layers, message) for message in attention]
+        messages.append((model.sums, summed(weights_of, self.batch * model.hidden_size * word)))
+        if model.index:
+            messages.append((model.index.layers, self._selection(tokens_of)))
+        messages.append((1, gathered(weights_of, self.batch * model.lm_head / model.hidden_size / split * 4)))
+        time, sent = (sum(count * cost[i] for count, cost in messages) for i in (0, 1))
 
         layer = model.queries / (groups if way.repeats_queries else split) + model.keys / groups
-        layer += model.shared / (world if latents else 1) + more
-        layer += (model.output + model.mlp + model.experts_read(self.batch)) / split
-        weights = (model.layers * layer + model.lm_head / split) * word
-        read = (weights + cache) / self.topology.memory_bandwidth
-        return StepCost(way.name, groups, weights, cache, sent, read, read + time)
+        layer += model.shared / (world if latents else 1) + model.output / split
+        weights = model.attention_layers * layer + (model.layers * model.mlp + model.lm_head) / split
+        weights += model.index.layers * model.index.weights if model.index else 0
+        states = 0.0
+        if recurrent := model.recurrent:
+            weights += recurrent.layers * recurrent.weights * recurrent.share(split)
+            states = self.batch * recurrent.row_bytes(word) * recurrent.share(split)
+        read = weights + model.attention_layers * more + model.layers * model.experts_read(self.batch) / split
+        held = weights + (model.layers * model.expert * model.num_experts - model.repeated) / split
+        read_s = (read * word + cache + index_keys + 2 * states) / self.topology.memory_bandwidth
+        figures = read * word, held * word, cache, index_keys, states, sent
+        return StepCost(way.name, groups, *figures, read_s, read_s + time)
+
+    def _selection(self, hosts: tuple[int, ...]) -> tuple[float, float]:
+        """(seconds, bytes sent) of the choice of the best keys in one layer: the fastest merge of lists of scores and
+        positions, of 8 bytes each."""
+        rows = StepSizes(self.batch, 8 * min(self.model.index.topk, self.seq_len), 0)
+        lists = reductions(self._placed(hosts), rows)
+        best = min((c.cost for c in lists if c.schedule not in BASELINES), key=lambda cost: cost.time_s)
+        return best.time_s, best.bytes
 
     def _attention(
         self, way: Way, hosts: tuple[int, ...], groups: int, kv_bytes: float

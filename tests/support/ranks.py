@@ -111,6 +111,8 @@ def poisoned_empty():
     places = [(torch, name) for name in ("empty", "empty_like", "empty_strided", "empty_permuted")]
     places += [(torch.Tensor, name) for name in ("new_empty", "new_empty_strided")]
     originals = [getattr(owner, name) for owner, name in places]
+    with torch.device("meta"):
+        torch.empty(0)  # at its first use, torch notes which functions a default device applies to
     for (owner, name), factory in zip(places, originals, strict=True):
         setattr(owner, name, wrap(factory))
     try:

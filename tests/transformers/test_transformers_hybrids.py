@@ -13,7 +13,6 @@ from megatron_tree.cache.files import model_fingerprint
 from megatron_tree.generation.scheduler import Scheduler
 from megatron_tree.generation.speculation import Speculation
 from megatron_tree.integrations.transformers.baseline import cache_shape
-from megatron_tree.plan.model import ModelSizes
 from support.hf_architectures import HYBRIDS, assert_logits, random_model
 from support.hf_models import hf_generate, left_padded, plain, prompt
 from support.scheduling import request, serve, tokens_of
@@ -210,8 +209,6 @@ def test_what_knows_keys_and_values_only():
     config = random_model("bamba").config
     with pytest.raises(ValueError, match="recurrent layers: a synthetic cache is not supported"):
         cache_shape(config)
-    with pytest.raises(ValueError, match="mamba_d_conv: models with recurrent layers are not planned"):
-        ModelSizes.of(config.to_dict())
 
 
 def test_weights_that_are_not_whole_are_refused():
