@@ -17,11 +17,11 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .choice import BASELINES
 from .cost import PlacedTopology, placed_topology
-from .decode import StepSizes, gathered, gathered_queries, projects_first, reductions, summed
+from .decode import gathered, gathered_queries, projects_first, summed
 from .model import ModelSizes
 from .planner import plan_decode
+from .select import plan_select
 from .topology import Topology, place
 
 
@@ -167,12 +167,12 @@ class _Step(NamedTuple):
         return StepCost(way.name, groups, *figures, read_s, read_s + time)
 
     def _selection(self, hosts: tuple[int, ...]) -> tuple[float, float]:
-        """(seconds, bytes sent) of the choice of the best keys in one layer: the fastest merge of lists of scores and
-        positions, of 8 bytes each."""
-        rows = StepSizes(self.batch, 8 * min(self.model.index.topk, self.seq_len), 0)
-        lists = reductions(self._placed(hosts), rows)
-        best = min((c.cost for c in lists if c.schedule not in BASELINES), key=lambda cost: cost.time_s)
-        return best.time_s, best.bytes
+        """(seconds, bytes sent) of the choice of the best keys in one layer."""
+        topk, placed = min(self.model.index.topk, self.seq_len), self._placed(hosts)
+        plan, _ = plan_select(
+            len(hosts), rows=self.batch, topk=topk, topology=self.topology, placement=placed.placement
+        )
+        return plan.cost.time_s, plan.cost.bytes
 
     def _attention(
         self, way: Way, hosts: tuple[int, ...], groups: int, kv_bytes: float

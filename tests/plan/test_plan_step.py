@@ -10,7 +10,8 @@ from megatron_tree.plan import load_topology, place
 from megatron_tree.plan.command import main
 from megatron_tree.plan.cost import placed_topology
 from megatron_tree.plan.decode import exchanges_queries, gathered, gathered_queries
-from megatron_tree.plan.model import ModelSizes
+from megatron_tree.plan.model import Index, ModelSizes
+from megatron_tree.plan.select import plan_select
 from megatron_tree.plan.step import WAYS, plan_step, repeats_queries, splits_latents
 from support.published_models import MODELS
 
@@ -72,6 +73,74 @@ def test_projections_into_latents_are_split_where_that_is_faster():
         both = [(DEEPSEEK.shared / 2, DEEPSEEK.shared / DEEPSEEK.hidden_size / 2)] * 2
         assert splits_latents(placed, both, 2) == splits
         assert splits_latents(placed, [(1e12, 1.0)], 2) and not splits_latents(placed, [(1.0, 1.0)], 2)
+
+
+def hybrid(**fields):
+    """Four layers of Qwen3-Next's sizes, of which one attends."""
+    sizes = {"num_hidden_layers": 4, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 256, "intermediate_size": 5632, "vocab_size": 1024, "full_attention_interval": 4}
+    delta = {
+        "num_key_heads": 16,
+        "num_value_heads": 32,
+        "key_head_dim": 128,
+        "value_head_dim": 128,
+        "conv_kernel_dim": 4,
+    }
+    return ModelSizes.of(sizes | {f"linear_{name}": size for name, size in delta.items()} | fields)
+
+
+@pytest.mark.parametrize("ranks", [4, 8, 16, 64])
+def test_recurrent_layers(ranks):
+    """Ranks that split the weights have 1/N of the heads, their weights and states; others have all. Nothing moves but
+    results: a recurrent layer sends what an MLP does."""
+    model = hybrid()
+    found, state = costs(model, ranks, batch=2), 2 * 3 * (32 * 128 * 128 * 4 + 8192 * 4 * 2)
+    share = math.ceil(32 / ranks) / 32
+    assert found["whole weights"].state_bytes == state and found["sharded"].state_bytes == state * share
+    assert found["tensor parallel"].state_bytes == state / 2  # of two KV heads
+    assert found["whole weights"].weight_bytes == 2 * model.words(2)
+    attention = model.queries / ranks + model.keys / math.gcd(ranks, 2) + model.output / ranks
+    rest = (4 * model.mlp + model.lm_head) / ranks
+    assert found["sharded"].weight_bytes == pytest.approx(2 * (attention + rest + 3 * model.recurrent.weights * share))
+    assert {c.cache_bytes for c in found.values()} == {2 * 2 * (1 << 20) * 1 * 2 * 512 / ranks}
+    for cost in found.values():
+        touched = cost.weight_bytes + cost.cache_bytes + 2 * cost.state_bytes
+        assert cost.read_s == pytest.approx(touched / DGX.memory_bandwidth) and cost.held_bytes == cost.weight_bytes
+    plain = costs(model._replace(recurrent=None, sums=5), ranks, batch=2)
+    one_sum = costs(model._replace(recurrent=None, sums=6), ranks, batch=2)
+    for way in WAYS:
+        three_sums = 3 * (one_sum[way].sent_bytes - plain[way].sent_bytes)
+        assert found[way].sent_bytes == pytest.approx(plain[way].sent_bytes + three_sums)
+
+
+@pytest.mark.parametrize("ranks", [1, 8, 64])
+def test_selected_keys(ranks):
+    """A rank reads its index keys and its part of 2,048 selected rows; what the ranks send does not depend on the
+    sequence's length."""
+    index = Index(61, 64, 128, 2048, 1536 * 64 * 128 + 7168 * (64 + 128))
+    model = DEEPSEEK._replace(index=index)
+    found, plain = costs(model, ranks), costs(DEEPSEEK, ranks)
+    short = costs(model, ranks, seq_len=1 << 14)
+    placement = place(DGX, [n // 8 for n in range(ranks)])
+    plan, _ = plan_select(ranks, rows=1, topk=2048, topology=DGX, placement=placement)
+    for way, cost in found.items():
+        assert cost.cache_bytes == 2 * 2048 * 61 * 576 / ranks
+        assert cost.index_bytes == 2 * (1 << 20) * 61 * 128 / ranks
+        assert cost.weight_bytes == pytest.approx(plain[way].weight_bytes + 2 * 61 * index.weights)
+        assert cost.sent_bytes == pytest.approx(plain[way].sent_bytes + 61 * plan.cost.bytes)
+        assert short[way].sent_bytes == cost.sent_bytes and short[way].index_bytes == cost.index_bytes / 64
+        assert cost.time_s < plain[way].time_s + 61 * plan.cost.time_s + 2 * 61 * index.weights / DGX.memory_bandwidth
+    assert costs(model, ranks, seq_len=100)["sharded"].cache_bytes == pytest.approx(2 * 100 * 61 * 576 / ranks)
+
+
+def test_weights_that_a_rank_holds():
+    """All experts, read or not; a block that several layers share once."""
+    for ranks in (1, 16):
+        cost = costs(DEEPSEEK, ranks)["sharded"]
+        unread = DEEPSEEK.parameters - DEEPSEEK.words(1)
+        assert cost.held_bytes == pytest.approx(cost.weight_bytes + 2 * unread / ranks)
+    shared = LLAMA._replace(repeated=10**9)
+    assert costs(shared, 4)["sharded"].held_bytes == costs(LLAMA, 4)["sharded"].held_bytes - 2 * 10**9 / 4
 
 
 def test_queries_are_repeated_where_that_is_faster():
