@@ -20,7 +20,6 @@ from support.scheduling import request, serve, tokens_of
 NEW = 5
 FAST = ("lfm2", "falcon_h1")  # a convolution beside attention layers, and both in one layer
 NOT_CONTINUED = ("jamba", "zamba")
-NO_TRAINING = "train_on_shards or register_sequence_parallel: layers with a recurrent state"
 
 
 def _cache(model, group, **options):
@@ -194,15 +193,6 @@ def test_speculation_is_refused():
     runner = tree_hf.Runner(model, _cache(model, None))
     with pytest.raises(ValueError, match="--num-speculative-tokens.*recurrent layers"):
         Scheduler(runner, max_rows=1, max_waiting=1, speculation=Speculation(2))
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.refuses(f"`{name}` in training", when=NO_TRAINING)) for name in HYBRIDS],
-)
-def test_training_on_shards_is_refused(name):
-    with pytest.raises(ValueError, match=r"recurrent state.*without register_sequence_parallel"):
-        tree_hf.train_on_shards(random_model(name))
 
 
 def test_what_knows_keys_and_values_only():

@@ -96,21 +96,13 @@ def has_states(config) -> bool:
     return not set(kinds).isdisjoint(RECURRENT_TYPES + BOTH_TYPES)
 
 
-def check_trainable(config) -> dict[int, int | None]:
+def attention_windows(config) -> dict[int, int | None]:
     """By number the attention layers of a model that is trained on shards, and their windows.
 
     A layer that runs several times (hrm_text) has one number.
-    Raises: ValueError as `layers_of`, and for layers with a recurrent state.
+    Raises: ValueError as `layers_of`.
     """
     layers = layers_of(config)
-    if recurrent := [i for i, layer in enumerate(layers) if layer.num_states]:
-        name = type(config.get_text_config(decoder=True)).__name__
-        raise ValueError(
-            f"{name} has layers with a recurrent state ({', '.join(map(str, recurrent[:4]))}, ...: {len(recurrent)} of "
-            f"{len(layers)}). Each needs the whole sequence, a shard is not enough: train it with DeepSpeed or Trainer "
-            "as they are, on whole sequences (without register_sequence_parallel), or in Megatron, whose Mamba layers "
-            "have context parallelism of their own"
-        )
     num_modules = getattr(config.get_text_config(decoder=True), "num_layers_per_stack", len(layers))
     return {i: layer.window for i, layer in enumerate(layers[:num_modules]) if layer.attends}
 

@@ -24,11 +24,12 @@ from transformers import PreTrainedModel
 
 from ...attention.functional import tree_attn_func, tree_attn_varlen_func
 from ...comm import outside_graphs
-from .architectures import CHUNKED, check_trainable
+from .architectures import CHUNKED, attention_windows
 from .batch_shards import SequenceShard, current_shard
 from .cache import TreeCache
 from .indexed import index_on_ranks
 from .loss import check_loss, loss_over_all_ranks
+from .recurrent_training import mixers_on_shards
 from .rope import follow_whole_rows, row_lengths
 from .token_tiles import DeferredLogits, tile_loss, tile_mlps
 
@@ -82,7 +83,7 @@ def train_on_shards(
             f"model is a {type(model).__name__}: pass the Transformers model itself (PreTrainedModel), of a PeftModel "
             "its get_base_model(); torch.compile it afterwards"
         )
-    windows = check_trainable(model.config)
+    windows = attention_windows(model.config)
     text = model.config.get_text_config(decoder=True)
     if text.model_type in CHUNKED:
         raise ValueError(f"{type(model).__name__} has chunked_attention layers: it can't be trained on shards")
@@ -105,7 +106,7 @@ def train_on_shards(
     tiled, mlps = tile_loss(model, loss_tile), tile_mlps(model, mlp_tile)
     model.loss_on_shards = functools.partial(loss_over_all_ranks, plain_loss=model.loss_function)
     model.loss_function = model.loss_on_shards
-    model.trains_on_shards, model.tiled_loss = windows, tiled
+    model.trains_on_shards, model.tiled_loss = windows | mixers_on_shards(model), tiled
     follow_whole_rows(model)
     index_on_ranks(model.config)
     model.register_forward_pre_hook(outside_graphs(_check_call), with_kwargs=True)

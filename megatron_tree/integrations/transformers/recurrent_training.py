@@ -1,0 +1,79 @@
+"""Recurrent layers of a model that trains on shards: each runs with the batch's `SequenceShard`."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ...comm import outside_graphs
+from .architectures import layers_of
+from .batch_shards import current_shard
+from .mixers import check_used, current_run, wrap_mixers
+from .recurrent import RecurrentRun
+
+
+def mixers_on_shards(model) -> dict[str, None]:
+    """Make the recurrent layers of a model compute over shards. Returns the names under which they appear in
+    `SequenceShard.used_by`.
+
+    Raises: ValueError unless those of the configuration are layers whose functions can be wrapped.
+    """
+    expected = {i for i, layer in enumerate(layers_of(model.config)) if layer.num_states}
+    mixers = wrap_mixers(model)
+    if expected != {mixer.layer_idx for mixer in mixers} or len(expected) != len(mixers):
+        raise ValueError(
+            f"{type(model).__name__} has layers with a recurrent state ({', '.join(map(str, sorted(expected)))}), but "
+            f"the functions that compute over tokens were found in {sorted(mixer.layer_idx for mixer in mixers)}: it "
+            "can't be trained on shards. Train it with DeepSpeed or Trainer as they are, on whole sequences (without "
+            "register_sequence_parallel)"
+        )
+    for mixer, needed in mixers.items():
+        mixer.register_forward_pre_hook(outside_graphs(_begin))
+        mixer.register_forward_hook(outside_graphs(_MixerEnd(needed)), always_call=True)
+    if mixers:
+        for number, layer in enumerate(model.base_model.layers):
+            _remember_shard(layer)
+            for module in layer.modules():  # layers that share their weights have no number
+                if getattr(module, "layer_idx", number) in (None, -1):
+                    module.layer_idx = number
+    return {used_by(i): None for i in sorted(expected)}
+
+
+def used_by(layer_idx: int) -> str:
+    """The name of a recurrent layer in `SequenceShard.used_by`."""
+    return f"recurrent layer {layer_idx}"
+
+
+def _begin(mixer: nn.Module, args) -> None:
+    if (shard := current_shard.get()) is None:
+        return
+    layout = "zigzag" if shard.documents is None else shard.documents
+    current_run.set(RecurrentRun(cp_group=shard.cp_group, layout=layout, config=shard.config))
+
+
+class _MixerEnd:
+    """The hook after a mixer, also one that failed."""
+
+    def __init__(self, needed: frozenset[str]):
+        self.needed = needed
+
+    def __call__(self, mixer: nn.Module, args, output) -> None:
+        run = current_run.get()
+        current_run.set(None)
+        if run is not None and output is not None:
+            check_used(mixer, self.needed, run)
+            current_shard.get().used_by[used_by(mixer.layer_idx)] = None
+
+
+def _remember_shard(layer: nn.Module) -> None:
+    """A layer that is recomputed in the backward, when the model's run is over, has the shard in its arguments."""
+    before = []
+
+    def begin(layer, args, kwargs) -> None:
+        before.append(current_shard.get())
+        current_shard.set(kwargs.get("sequence_shard", before[-1]))
+
+    def end(layer, args, output) -> None:
+        current_shard.set(before.pop())
+
+    layer.register_forward_pre_hook(outside_graphs(begin), with_kwargs=True)
+    layer.register_forward_hook(outside_graphs(end), always_call=True)
