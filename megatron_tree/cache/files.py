@@ -20,6 +20,8 @@ import json
 import math
 import os
 import shutil
+from collections import defaultdict
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
@@ -43,12 +45,13 @@ from .description import (
     naming,
     read_description,
 )
-from .states import RowState
+from .gathered import Piece
+from .states import RowState, whole_state
 
 TIMEOUT_S = 1800.0  # for the slowest rank to write or verify its files
 _CHECKED = TreeConfig(check="always", timeout_s=TIMEOUT_S)
 CHUNK = 4096  # tokens that are read at once
-_STATE = "state."
+_STATE, _STATE_RUNS = "state.", "state_runs."
 _SAMPLE = 64  # numbers of each weight that go into a fingerprint
 
 
@@ -77,6 +80,7 @@ def save_rows(
     cp_group,
     fingerprint: str,
     weights_group=None,
+    state_pieces: dict[str, Piece] | None = None,
 ) -> None:
     """Write rows of a cache to a shared file system. Collective: all ranks pass the same arguments.
 
@@ -86,6 +90,8 @@ def save_rows(
         fingerprint: of the model, such as `model_fingerprint` before its weights are split; loading needs the same.
         cp_group: the ranks that share the tokens of this rank's KV heads. weights_group: all ranks, where they are
             several such head groups, neighbouring ranks each.
+        state_pieces: by name this rank's part of the rows' recurrent states, where the ranks share these; None: each
+            rank has them whole.
     Raises: ValueError on all ranks: an existing folder, tokens that don't match the rows, or files that can't be
         written. At most `.FOLDER.part` is left then; the next save to this folder removes it.
     """
@@ -107,7 +113,7 @@ def save_rows(
         values = {"folder": str(folder), "digest of tokens": digest, "fingerprint": fingerprint}
         call.agree(lengths=tuple(lengths), **values)
     with collective_call("save: all files are written", everyone, _CHECKED) as call, naming(part / file_of(rank)):
-        written = _write(part / file_of(rank), store, rows, tokens if rank == 0 else [])
+        written = _write(part / file_of(rank), store, rows, tokens if rank == 0 else [], state_pieces)
         (part / f"{file_of(rank)}.json").write_text(json.dumps(written))
         call.agree()
     with collective_call("save: the folder has its name", everyone, _CHECKED) as call, naming(part):
@@ -120,11 +126,19 @@ def save_rows(
 
 
 def load_rows(
-    store: ShardedCache, folder: str | Path, *, cp_group, fingerprint: str, weights_group=None, device="cpu"
+    store: ShardedCache,
+    folder: str | Path,
+    *,
+    cp_group,
+    fingerprint: str,
+    weights_group=None,
+    state_pieces: dict[str, Piece] | None = None,
+    device="cpu",
 ) -> tuple[list[int], list[Tensor]]:
     """Add rows from files to a cache. Collective: all ranks pass the same arguments; any number of ranks.
 
-    cp_group, weights_group: as in `save_rows`; the rows may have been saved with more or fewer head groups.
+    cp_group, weights_group, state_pieces: as in `save_rows`; the rows may have been saved with more or fewer head
+    groups, and with whole states or others' parts.
     Returns: (ids of the new rows, their tokens int64 [n] each, on the CPU).
     Raises: ValueError on all ranks, with nothing added: a cache or fingerprint of another model, another dtype, files
         that are missing, cut short or damaged.
@@ -148,7 +162,7 @@ def load_rows(
             contextlib.ExitStack() as stack,
         ):
             files = [stack.enter_context(safe_open(folder / name, framework="pt")) for name in names]
-            saved = _SavedRows(folder, about, files, store, num_groups, head_group, device)
+            saved = _SavedRows(folder, about, files, store, num_groups, head_group, state_pieces, device)
             tokens = [files[0].get_tensor(f"tokens.{i}") for i in range(len(about["lengths"]))]
             for i in range(len(tokens)):
                 rows.append(store.book.add())
@@ -161,7 +175,7 @@ def load_rows(
     return rows, tokens
 
 
-def _write(path: Path, store: ShardedCache, rows: list[int], tokens: list[Tensor]) -> dict:
+def _write(path: Path, store: ShardedCache, rows: list[int], tokens: list[Tensor], state_pieces) -> dict:
     """One safetensors file, tensor by tensor: no copy of the whole cache is made. Returns its size and sha256."""
     slots, entries = [], []  # entries: name, shape, dtype, how to get it
     for kind, window in enumerate(store.book.windows):
@@ -180,9 +194,7 @@ def _write(path: Path, store: ShardedCache, rows: list[int], tokens: list[Tensor
         for name, x in pages.tensors.items():
             shape = (len(local), *x.shape[2:])
             entries.append((f"{name}.{layer}", shape, x.dtype, lambda p=pages, n=name, at=local: p.read(n, at)))
-    for i, row in enumerate(rows if tokens else []):  # on the first rank
-        if (state := store.book.rows[row].state) is not None:
-            entries += [(f"{_STATE}{i}.{n}", x.shape, x.dtype, lambda x=x: x) for n, x in state.tensors.items()]
+    entries += [(name, x.shape, x.dtype, lambda x=x: x) for name, x in _states(store, rows, tokens, state_pieces)]
     header, at = {}, 0
     for name, shape, dtype, _ in entries:
         size = torch.Size(shape).numel() * dtype.itemsize
@@ -200,6 +212,15 @@ def _write(path: Path, store: ShardedCache, rows: list[int], tokens: list[Tensor
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": written, "sha256": digest.hexdigest()}
+
+
+def _states(store: ShardedCache, rows: list[int], tokens: list[Tensor], state_pieces) -> Iterator[tuple[str, Tensor]]:
+    """What a rank writes of the recurrent states: its parts, and where they belong; whole ones the first rank."""
+    for i, row in enumerate(rows if tokens or state_pieces else []):
+        if (state := store.book.rows[row].state) is not None:
+            yield from ((f"{_STATE}{i}.{name}", x) for name, x in state.tensors.items())
+    for name, piece in (state_pieces or {}).items():
+        yield f"{_STATE_RUNS}{name}", torch.tensor(piece.runs)
 
 
 class _Source(NamedTuple):
@@ -236,9 +257,11 @@ def _head_group(cp_group, weights_group) -> tuple[int, int]:
 class _SavedRows:
     """The rows of a folder; this rank reads what its cache is to hold."""
 
-    def __init__(self, folder: Path, about: dict, files: list, store: ShardedCache, num_groups, head_group, device):
-        self._folder, self._about, self._store, self._first_file = folder, about, store, files[0]
-        self._num_groups, self._device = num_groups, device
+    def __init__(
+        self, folder: Path, about: dict, files: list, store: ShardedCache, num_groups, head_group, pieces, device
+    ):
+        self._folder, self._about, self._store, self._files = folder, about, store, files
+        self._num_groups, self._state_pieces, self._device = num_groups, pieces, device
         self._dtype = next((dtype for dtype in DTYPES if str(dtype) == about["dtype"]), None)
         self._sources = _sources(files, about["head_groups"], num_groups, head_group)
         self._places = [self._places_of(kind) for kind in range(len(store.book.windows))]
@@ -285,10 +308,17 @@ class _SavedRows:
                 store.layers[layer].put(slots.to(self._device), tensors)
 
     def _state(self, index: int, length: int) -> RowState | None:
-        prefix, file = f"{_STATE}{index}.", self._first_file
-        names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118 (a file, not a dict)
-        tensors = {name.removeprefix(prefix): file.get_tensor(name).to(self._device) for name in names}
-        return RowState(length, tensors) if tensors else None
+        parts = defaultdict(list)
+        for file in self._files:
+            names = set(file.keys())
+            for key in sorted(name for name in names if name.startswith(f"{_STATE}{index}.")):
+                name = key.removeprefix(f"{_STATE}{index}.")
+                runs = file.get_tensor(_STATE_RUNS + name).tolist() if _STATE_RUNS + name in names else None
+                parts[name].append((file.get_tensor(key), runs))
+        whole = {name: whole_state(of_ranks) for name, of_ranks in parts.items()}
+        pieces = self._state_pieces or {}
+        tensors = {name: pieces[name].of(x) if name in pieces else x for name, x in whole.items()}
+        return RowState(length, {name: x.to(self._device) for name, x in tensors.items()}) if tensors else None
 
 
 def _matches(positions: Tensor, numbers: Tensor, wanted: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,11 @@ class Piece(NamedTuple):
         """The piece of a parameter, in memory of its own."""
         return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.runs], self.dim)
 
+    def put(self, part: Tensor, whole: Tensor) -> None:
+        """Copy the piece into a parameter."""
+        for rows, (start, stop) in zip(part.split([b - a for a, b in self.runs], self.dim), self.runs, strict=True):
+            whole.narrow(self.dim, start, stop - start).copy_(rows)
+
     def shape(self, whole: torch.Size) -> torch.Size:
         rows = sum(stop - start for start, stop in self.runs)
         return torch.Size((*whole[: self.dim], rows, *whole[self.dim + 1 :]))
@@ -99,8 +104,5 @@ def whole_parameters(model, parts: Sequence[Parts], arrived: Tensor) -> dict[str
     for rank, flat in enumerate(arrived):
         sizes = [p.shape_of(rank).numel() for p in parts]
         for p, rows in zip(parts, flat[: sum(sizes)].split(sizes)):
-            (dim, runs), rows, at = p.pieces[rank], rows.view(p.shape_of(rank)), 0
-            for start, stop in runs:
-                whole[p.name].narrow(dim, start, stop - start).copy_(rows.narrow(dim, at, stop - start))
-                at += stop - start
+            p.pieces[rank].put(rows.view(p.shape_of(rank)), whole[p.name])
     return whole

@@ -1,4 +1,8 @@
-"""What the recurrent layers of a model keep of a row: all ranks have all of it, since it does not grow with the row."""
+"""What the recurrent layers of a model keep of a row.
+
+It does not grow with the row, so all ranks have all of it; where they share the weights of recurrent layers, each has
+the part of its heads.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .gathered import Piece
 
 
 class RowState(NamedTuple):
@@ -36,3 +42,14 @@ def split_states(tensors: dict[str, Tensor], lengths: Sequence[int]) -> list[Row
     if len(lengths) == 1:
         return [RowState(lengths[0], dict(tensors))]
     return [RowState(n, {name: x[i : i + 1].clone() for name, x in tensors.items()}) for i, n in enumerate(lengths)]
+
+
+def whole_state(parts: Sequence[tuple[Tensor, list[list[int]] | None]]) -> Tensor:
+    """A state [1, n, ...] of which ranks have parts: (tensor, its runs [start, stop] of the n), or None: all of it."""
+    first, runs = parts[0]
+    if runs is None:
+        return first
+    whole = first.new_empty(1, max(stop for _, runs in parts for _, stop in runs), *first.shape[2:])
+    for part, runs in parts:
+        Piece(1, tuple(map(tuple, runs))).put(part, whole)
+    return whole

@@ -221,11 +221,14 @@ WHOLE = {
     "longcat_flash": "gates and inputs of 16 neurons were expected",  # some experts have no weights
     "mimo_v2_flash": "k_proj",
     "opt": "embed_positions",
+    "zamba": "x_proj_weight",
+    "zamba2": "linear",
+    "zaya": "a projection was expected",
 }
 
 
-def tiny_config(name):
-    """The configuration of an architecture, made small."""
+def tiny_config(name, **changes):
+    """The configuration of an architecture, made small; changes: other values of its options."""
     made = transformers.CONFIG_MAPPING[name]()
     config = made.get_text_config(decoder=True)
     other_names = type(config).attribute_map
@@ -239,13 +242,14 @@ def tiny_config(name):
         sizes["layer_types"] = kinds[-3:] if len(set(kinds[-3:])) >= len(set(kinds[:3])) else kinds[:3]
     if vars(config).get("sliding_window"):
         sizes["sliding_window"] = WINDOW
-    return type(config)(**sizes | OF_ONE.get(name, {}) | special.get(name, {}))
+    return type(config)(**sizes | OF_ONE.get(name, {}) | special.get(name, {}) | changes)
 
 
-def random_model(name):
+def random_model(name, **changes):
     """A tiny model of an architecture for evaluation, with larger weights than usual: its tokens depend on them."""
     torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(tiny_config(name), attn_implementation="eager").eval()
+    config = tiny_config(name, **changes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for weight_name, weight in model.named_parameters():
             if weight.dim() > 1 and not any(part in weight_name for part in ("embed", "wte", "wpe", "A_log")):

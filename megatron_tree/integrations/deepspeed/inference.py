@@ -139,7 +139,7 @@ def init_inference(
         check_cuda_graphs(device_type=get_accelerator().device_name(), schedule=schedule, config=tree)
     model, folder = _model_or_folder(model, weights, dtype)
     text, dtype = model.config.get_text_config(decoder=True), dtype or model.dtype
-    _check_model(text, dtype, weights, tp_size)
+    _check_model(text, dtype, tp_size)
     options = _merge_options(config, options)
     options.setdefault("max_out_tokens", num_positions(text) or 1024)
     cache_options = {"page_size": page_size, "dtype": cache_dtype, "schedule": schedule, "tree_config": tree_config}
@@ -184,14 +184,14 @@ def _model_or_folder(model, weights: str, dtype: torch.dtype | None):
     return (empty_model(folder, dtype) if weights == "sharded" else load_model(folder, dtype)), folder
 
 
-def _check_model(text, dtype: torch.dtype, weights: str, tp_size: int) -> None:
+def _check_model(text, dtype: torch.dtype, tp_size: int) -> None:
     device = get_accelerator()
     if dtype not in DTYPES or dtype not in device.supported_dtypes():
         raise ValueError(f"dtype={dtype} is not one of {DTYPES} that {device.device_name()} supports")
-    if (weights == "sharded" or tp_size != 1) and has_states(text):
+    if tp_size != 1 and has_states(text):
         raise ValueError(
-            f"weights={weights!r}, tp_size={tp_size}: {type(text).__name__} has recurrent layers, whose "
-            "weights and states are whole on every rank: use weights='replicated' and tp_size=1"
+            f"tp_size={tp_size}: {type(text).__name__} has recurrent layers, which DeepSpeed's tensor parallelism does "
+            "not split: use weights='sharded', or tp_size=1"
         )
 
 
@@ -221,6 +221,7 @@ def _split(
         read_pieces(model, folder, layout)
         connect(model, layout, everyone, **wire)
     cache_options = {"head_shares": layout.heads.shares, "weights_group": everyone}
+    cache_options["state_pieces"] = layout.state_pieces or None
     return _Ranks(sp_group, world, {"tp_size": 1}, cache_options)
 
 

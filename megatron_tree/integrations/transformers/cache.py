@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 from ...cache import ShardedCache
 from ...cache.files import load_rows, save_rows
 from ...cache.forward import ForwardPass, forward_pass
+from ...cache.gathered import Piece
 from ...cache.rows import Row
 from ...comm import group_rank, group_size, outside_graphs, process_group
 from ...config import DECODE_SCHEDULES, TreeConfig, check_choice
@@ -26,7 +27,7 @@ class TreeCache(Cache):
     """A KV cache for ``attn_implementation="tree"``: every rank of a group holds part of the tokens of every layer.
 
     It holds any number of rows (sequences) of any lengths, in pages; layers with a sliding window keep the window only.
-    States of recurrent layers are on every rank (runs.py).
+    States of recurrent layers are on every rank (runs.py), or those of its heads where weights are split.
     Transformers' own `generate` uses it as one batch of rows of equal length (including padding); `Runner` adds,
     runs and removes rows one by one.
 
@@ -40,6 +41,7 @@ class TreeCache(Cache):
             (`init_inference(weights="sharded")` makes such caches).
         weights_group: all of these ranks, where they are several head groups of neighbours, of which cp_group is one;
             needed to save and load the cache.
+        state_pieces: by name this rank's part of the recurrent states, where weights are split; needed likewise.
         tree_config: `TreeConfig` of all attention calls with this cache.
     Raises:
         ValueError: a layer that is not plain or sliding-window attention or recurrent, an encoder-decoder model, an
@@ -56,6 +58,7 @@ class TreeCache(Cache):
         schedule: str = "auto",
         head_shares: tuple[int, ...] | None = None,
         weights_group=None,
+        state_pieces: dict[str, Piece] | None = None,
         tree_config: TreeConfig | None = None,
     ):
         cp_group, weights_group = process_group(cp_group), process_group(weights_group)
@@ -68,7 +71,8 @@ class TreeCache(Cache):
         self.cp_group, self.schedule, self.tree_config = cp_group, schedule, tree_config
         self.head_shares = head_shares
         self._has_all_heads = head_shares is None or sum(head_shares) == text.num_attention_heads
-        self._everyone = {"cp_group": cp_group, "weights_group": None if self._has_all_heads else weights_group}
+        everyone = None if self._has_all_heads else weights_group
+        self._of_files = {"cp_group": cp_group, "weights_group": everyone, "state_pieces": state_pieces}
         self.rank, self.world = group_rank(cp_group), group_size(cp_group)
         self.latent = getattr(text, "kv_lora_rank", None) is not None
         if self.latent:
@@ -262,7 +266,7 @@ class TreeCache(Cache):
                     f"a row was cropped to {held.length} tokens, which are in the cache with the rotary embedding of "
                     "longer sequences (longrope): run it before it is saved"
                 )
-        save_rows(self.store, self.rows, folder, tokens, fingerprint=fingerprint, **self._everyone)
+        save_rows(self.store, self.rows, folder, tokens, fingerprint=fingerprint, **self._of_files)
 
     def load(self, folder, *, fingerprint: str, device="cpu") -> list[Tensor]:
         """Make what `save` wrote the batch, which must be empty; returns its tokens. See `cache.files.load_rows`."""
@@ -270,7 +274,7 @@ class TreeCache(Cache):
         if self.rows:
             raise ValueError(f"the cache holds a batch of {len(self.rows)} rows already: call reset() before load()")
         options = dict(fingerprint=fingerprint, device=device)
-        self.rows, tokens = load_rows(self.store, folder, **options, **self._everyone)
+        self.rows, tokens = load_rows(self.store, folder, **options, **self._of_files)
         self.note_tokens(tokens)
         return tokens
 
@@ -282,10 +286,15 @@ class TreeCache(Cache):
                 row.note = self.rope.note(text[: row.length], row.length)
 
     def _check_heads(self, what: str) -> None:
-        if not self._has_all_heads and self._everyone["weights_group"] is None:
+        if not self._has_all_heads and self._of_files["weights_group"] is None:
             raise ValueError(
                 f"{what} of a cache with head_shares={self.head_shares}: other head groups hold other KV heads. Make "
                 "it with weights_group=, the group of all ranks, as an engine's new_cache() does"
+            )
+        if self.head_shares is not None and self.runs.has_states and self._of_files["state_pieces"] is None:
+            raise ValueError(
+                f"{what} of a cache with head_shares={self.head_shares} and recurrent states: each rank has a part of "
+                "these. Make it with state_pieces=, as an engine's new_cache() does"
             )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -31,7 +31,7 @@ def choose_layout(
     `init_inference`; "auto" and None let the planner predict which is faster.
     """
     repeats, network = layout.repeats_queries, (group, device, config)
-    if queries == "auto" and layout.heads.size > 1:
+    if queries == "auto" and layout.heads.size > 1 and not layout.gates_queries:
         topology = GroupTopology.over_cache(*network).topology
         hosts = comm.hosts(group, timeout_s=config.timeout_s)[: layout.heads.size]  # all decide by the first group
         repeats = repeats_queries(

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from ...cache.gathered import Parts, even_shares
+from ...cache.gathered import Parts, Piece, even_shares
 from ...cache.weight_gathering import SplitFeedForward, SplitLayer, WeightGathering, current_pass
 from ...comm import gather_rows, sum_over_ranks
+from .recurrent_rules import HeadShare, attribute
 from .weight_layout import WeightLayout
 
 
@@ -48,7 +51,10 @@ def set_parameter(model, names: list[str], value: Tensor) -> None:
 
 
 def connect(model, layout: WeightLayout, group, *, transport: str = "auto", timeout_s: float) -> None:
-    """Let the modules of a model that holds this rank's pieces join their results; sets `model.weight_gathering`."""
+    """Let the modules of a model that holds this rank's pieces join their results; sets `model.weight_gathering`.
+
+    With recurrent layers it is None: all ranks run all tokens, each those of its heads.
+    """
     messages = {"transport": transport, "timeout_s": timeout_s}
     sizes = _module_sizes(model, layout)
     for module, name, _, local in sizes:
@@ -63,6 +69,10 @@ def connect(model, layout: WeightLayout, group, *, transport: str = "auto", time
         norm = model.get_submodule(name)
         options = {"width": width, "counts": counts, "group": group, "messages": messages}
         norm.forward = functools.partial(_norm, norm, norm.forward, **options)
+    for name, share in layout.recurrent.items():
+        norm = attribute(model.get_submodule(name), share.rule.norm)
+        if share.splits_key_heads and isinstance(getattr(norm, "weight", None), nn.Parameter):
+            norm.forward = functools.partial(_gated_norm, norm, share=share, group=group, messages=messages)
     for name, rows in layout.tables.items():
         table = model.get_submodule(name)
         table.forward = _embedded(table, layout.share(rows), rows, group, messages)
@@ -70,7 +80,7 @@ def connect(model, layout: WeightLayout, group, *, transport: str = "auto", time
     for module, num_columns in ((model.get_output_embeddings(), layout.num_logits), *gathered):
         widths = even_shares(num_columns, layout.world)
         module.register_forward_hook(functools.partial(_gathered, widths=widths, group=group, messages=messages))
-    model.weight_gathering = _weight_gathering(model, layout, group, sizes, **messages)
+    model.weight_gathering = None if layout.recurrent else _weight_gathering(model, layout, group, sizes, **messages)
 
 
 def _module_sizes(model, layout: WeightLayout) -> list[tuple[object, str, object, object]]:
@@ -90,7 +100,21 @@ def _module_sizes(model, layout: WeightLayout) -> list[tuple[object, str, object
         elif hasattr(attention, "c_attn"):
             widths = [attention.head_dim * n for n in (num_heads, num_heads_kv, num_heads_kv)]
             sizes.append((attention, "split_size", attention.split_size, widths))
+    for name, share in layout.recurrent.items():
+        sizes += _recurrent_sizes(model.get_submodule(name), share)
     return sizes
+
+
+def _recurrent_sizes(layer, share: HeadShare) -> Iterator[tuple[object, str, object, object]]:
+    """Sizes and buffers."""
+    for name, blocks in share.rule.sizes.items():
+        if (whole := attribute(layer, name)) is not None:
+            path, _, last = name.rpartition(".")
+            yield layer.get_submodule(path), last, whole, share.width(blocks)
+    for name, blocks in share.rule.rows.items():
+        if isinstance(whole := getattr(layer, name, None), Tensor) and not isinstance(whole, nn.Parameter):
+            dim = whole.shape.index(share.width(blocks, whole=True))
+            yield layer, name, whole, Piece(dim, share.runs(blocks)).of(whole)
 
 
 def _projected(projection, x: Tensor) -> Tensor:
@@ -120,6 +144,19 @@ def _norm(norm, of_whole_rows, x: Tensor, *, width: int, counts: bool, group, me
     squares = numbers.pow(2).sum(-1, keepdim=True)
     mean = sum_over_ranks(squares if counts else torch.zeros_like(squares), group, **messages) / width
     return (norm.weight * (numbers * torch.rsqrt(mean + norm.variance_epsilon))).to(x.dtype)
+
+
+def _gated_norm(norm, x: Tensor, gate: Tensor, *, share: HeadShare, group, messages: dict) -> Tensor:
+    """A gated RMS norm over the value heads of a key head, which several ranks have; x, gate [..., local width]."""
+    numbers, gates = x.float(), F.silu(gate.float())
+    gates_before = not getattr(norm, "norm_before_gate", False)
+    numbers = numbers * gates if gates_before else numbers
+    squares = numbers.new_zeros(*x.shape[:-1], share.num_keys)
+    squares[..., share.keys[0]] = numbers.pow(2).sum(-1)
+    width = share.width(share.rule.rows[share.rule.norm], whole=True) // share.num_keys
+    mean = sum_over_ranks(squares, group, **messages)[..., slice(*share.keys)] / width
+    numbers = norm.weight * (numbers * torch.rsqrt(mean + norm.variance_epsilon))
+    return (numbers if gates_before else numbers * gates).to(x.dtype)
 
 
 def _embedded(table, local: tuple[int, int], num_rows: int, group, messages: dict):

@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ...cache.gathered import Piece
 from .architectures import num_heads_kv
+from .recurrent_rules import HeadShare, Rule, attribute, rule_of
 from .weight_layout import HeadGroups, WeightLayout
 
 PROJECTIONS = (nn.Linear, Conv1D)  # the latter, of GPT-2, has transposed weights
@@ -26,12 +27,15 @@ OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
 LATENTS = ("q_a_proj", "kv_a_proj_with_mqa")
 GATES = ("gate_proj", "g_proj")  # of the result of each query head
 OF_HEADS = ("sinks", "gate_bias")
-MLPS = (
-    ("up_proj", "down_proj"),
-    ("fc1", "fc2"),
-    ("c_fc", "c_proj"),
-    ("dense_h_to_4h", "dense_4h_to_h"),
+MLPS = (  # projections to the neurons, the first of two is the gate; and the one from them
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("fc1",), "fc2"),
+    (("c_fc",), "c_proj"),
+    (("dense_h_to_4h",), "dense_4h_to_h"),
+    (("w1", "w3"), "w2"),
+    (("input_linear",), "output_linear"),
 )
+GATED_MLPS = ("gate_up_proj", "input_linear")  # gates, then inputs of the neurons
 ROUTERS = ("gate", "router", "shared_expert_gate", "expert_bias")
 EXPERT_UNITS = (8, 4)  # torch's grouped matrix product wants rows of whole 16 bytes
 
@@ -62,15 +66,17 @@ def _find_pieces(model, world: int, rank: int, *, split_latents: bool, repeat_qu
     layout = WeightLayout(world, rank, HeadGroups.of(world, config.num_attention_heads, kv_heads), repeat_queries)
     for name, module in model.named_modules():
         queries, output = (next((x for x in names if hasattr(module, x)), None) for names in (QUERIES, OUTPUTS))
-        if hasattr(module, "o_proj") and hasattr(module, "kv_b_proj"):
+        if rule := rule_of(module):
+            _recurrent(layout, model, name, module, rule)
+        elif hasattr(module, "o_proj") and hasattr(module, "kv_b_proj"):
             _latent_attention(layout, model, name, module, config.num_attention_heads, split_latents)
         elif queries and output:
             _attention(layout, model, name, module, queries, output, config.num_attention_heads, kv_heads)
         elif isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
             _experts(layout, model, name, module)
-        for up, down in MLPS:
+        for ups, down in MLPS:
             if isinstance(getattr(module, down, None), PROJECTIONS) and not queries:
-                _mlp(layout, model, name, module, up, down)
+                _mlp(layout, model, name, module, ups, down)
     words, head = model.get_input_embeddings(), model.get_output_embeddings()
     layout.num_logits = len(head.weight)
     for name, module in model.named_modules():
@@ -88,11 +94,16 @@ def _attention(
     d = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
     if d is None:
         raise _refused(model, name, "heads of one head_dim were expected")
+    if not isinstance(getattr(module, queries), PROJECTIONS):
+        raise _refused(model, f"{name}.{queries}", "a projection was expected")
     heads, rank = layout.heads, layout.rank
     local, kv = _times(d, heads.query_heads(rank)), _times(d, heads.kv_heads(rank))
     q = _times(d, heads.all_query_heads(rank)) if layout.repeats_queries else local
     if queries == "q_proj":
         projections = {"q_proj": (num_heads, [q]), "k_proj": (num_heads_kv, [kv]), "v_proj": (num_heads_kv, [kv])}
+        if _widths(module.q_proj)[0] == 2 * num_heads * d:
+            _gated_queries(layout, model, name)
+            projections["q_proj"] = 2 * num_heads, [_times(2, q)]
     else:
         if queries == "query_key_value":
             if heads.size > 1 or num_heads != num_heads_kv:
@@ -110,11 +121,7 @@ def _attention(
         _rows(layout, f"{name}.{child}", projection, runs)
     _check_projection(model, f"{name}.{output}", getattr(module, output), 1, num_heads, d)
     _columns(layout, f"{name}.{output}", getattr(module, output), local)
-    for child in GATES:
-        gate = getattr(module, child, None)
-        if isinstance(gate, nn.Linear) and len(gate.weight) in (num_heads, num_heads * d):
-            unit = d * num_heads // len(gate.weight)
-            _rows(layout, f"{name}.{child}", gate, [tuple(i // unit for i in local)])
+    _gates(layout, name, module, num_heads, d)
     counts = rank % heads.size == 0  # of the ranks with the same heads
     _whole_norm(layout, model, f"{name}.q_norm", num_heads * d, q, d, counts=counts or not layout.repeats_queries)
     _whole_norm(layout, model, f"{name}.k_norm", num_heads_kv * d, kv, d, counts=counts)
@@ -123,6 +130,15 @@ def _attention(
         if isinstance(getattr(module, child, None), nn.Parameter):
             layout.pieces[f"{name}.{child}"] = Piece(0, (heads.query_heads(rank),))
     layout.attentions.append(name)
+
+
+def _gated_queries(layout: WeightLayout, model, name: str) -> None:
+    layout.gates_queries = True
+    if layout.repeats_queries:
+        raise ValueError(
+            f"{type(model).__name__}: queries='repeated' can't split {name}.q_proj: it makes the query of a head and "
+            "the gate of its result, which the head's rank needs. Use queries='split'"
+        )
 
 
 def _times(d: int, heads: tuple[int, int]) -> tuple[int, int]:
@@ -162,7 +178,46 @@ def _latent_attention(layout: WeightLayout, model, name: str, module, num_heads:
     d = module.v_head_dim
     _check_projection(model, f"{name}.o_proj", module.o_proj, 1, num_heads, d)
     _columns(layout, f"{name}.o_proj", module.o_proj, (first * d, last * d))
+    _gates(layout, name, module, num_heads, d)
     layout.attentions.append(name)
+
+
+def _gates(layout: WeightLayout, name: str, module, num_heads: int, d: int) -> None:
+    """A projection to gates of each query head's result, or of each of its d numbers."""
+    for child in GATES:
+        gate = getattr(module, child, None)
+        if isinstance(gate, nn.Linear) and len(gate.weight) in (num_heads, num_heads * d):
+            local = _times(len(gate.weight) // num_heads, layout.heads.query_heads(layout.rank))
+            _rows(layout, f"{name}.{child}", gate, [local])
+
+
+def _recurrent(layout: WeightLayout, model, name: str, module, rule: Rule) -> None:
+    """Value heads are split, with the key heads that they read; in-projections, convolution and norm as these are."""
+    try:
+        share = HeadShare(rule, module, layout.world, layout.rank)
+    except ValueError as error:
+        raise _refused(model, name, str(error)) from error
+    for child, blocks in rule.rows.items():
+        for parameter, weight in _parameters_of(attribute(module, child)):
+            width, path = share.width(blocks, whole=True), f"{name}.{child}{parameter}"
+            if width not in weight.shape:
+                raise _refused(model, path, f"{list(weight.shape)} was expected to have {width} rows of heads")
+            layout.pieces[path] = Piece(weight.shape.index(width), share.runs(blocks))
+    for child, blocks in rule.columns.items():
+        if (projection := attribute(module, child)) is not None:
+            width = share.width(blocks, whole=True)
+            if not isinstance(projection, nn.Linear) or projection.in_features != width:
+                raise _refused(model, f"{name}.{child}", f"a projection from {width} was expected")
+            _columns(layout, f"{name}.{child}", projection, *share.runs(blocks))
+    layout.whole |= {f"{name}.{x}.weight" for x in rule.whole if attribute(module, x) is not None}
+    layout.recurrent[name] = share
+
+
+def _parameters_of(part) -> list[tuple[str, nn.Parameter]]:
+    """(end of its name, parameter) of a parameter or a module; none of a buffer."""
+    if isinstance(part, nn.Module):
+        return [(f".{name}", parameter) for name, parameter in part.named_parameters()]
+    return [("", part)] if isinstance(part, nn.Parameter) else []
 
 
 def _check_projection(model, name: str, module, dim: int, num_heads: int, d: int) -> None:
@@ -186,13 +241,14 @@ def _whole_norm(
     layout.norms[name] = width, counts
 
 
-def _mlp(layout: WeightLayout, model, name: str, module, up: str, down: str) -> None:
+def _mlp(layout: WeightLayout, model, name: str, module, ups: tuple[str, ...], down: str) -> None:
     width = _widths(getattr(module, down))[1]
     start, stop = local = layout.share(width)
-    if isinstance(getattr(module, "gate_up_proj", None), nn.Linear):
-        _rows(layout, f"{name}.gate_up_proj", module.gate_up_proj, [local, (width + start, width + stop)])
+    joined = next((x for x in GATED_MLPS if isinstance(getattr(module, x, None), nn.Linear)), None)
+    if joined is not None:
+        _rows(layout, f"{name}.{joined}", getattr(module, joined), [local, (width + start, width + stop)])
     else:
-        for child in ("gate_proj", up) if hasattr(module, "gate_proj") else (up,):
+        for child in ups if hasattr(module, ups[0]) else ups[-1:]:
             projection = getattr(module, child, None)
             if not isinstance(projection, PROJECTIONS) or _widths(projection)[0] != width:
                 raise _refused(model, f"{name}.{child}", f"a projection to {width} was expected")

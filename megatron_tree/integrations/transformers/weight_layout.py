@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...cache.gathered import Piece, even_shares
+from .recurrent_rules import HeadShare
 
 
 class HeadGroups(NamedTuple):
@@ -75,6 +76,10 @@ class WeightLayout:
     """Modules that return some columns of their output, and how many columns there are."""
     attentions: list[str] = field(default_factory=list)
     """Attention modules."""
+    recurrent: dict[str, HeadShare] = field(default_factory=dict)
+    """Recurrent layers, and this rank's heads of them."""
+    gates_queries: bool = False
+    """Whether q projections also make a gate for the result of each head, so that queries can't be repeated."""
     norms: dict[str, tuple[int, bool]] = field(default_factory=dict)
     """RMS norms over heads of several ranks: their width, and whether this rank's part enters the sum."""
     tables: dict[str, int] = field(default_factory=dict)
@@ -87,6 +92,11 @@ class WeightLayout:
     """(weights, output columns) of a head group's queries in the last layer; with latents, of queries for them."""
     num_logits: int = 0
     """Rows of the whole LM head."""
+
+    @property
+    def state_pieces(self) -> dict[str, Piece]:
+        """This rank's part of every recurrent state, by its name in a `RowState`."""
+        return {name: piece for share in self.recurrent.values() for name, piece in share.states.items()}
 
     def piece_of(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a parameter."""
