@@ -92,8 +92,10 @@ class Selected:
     """The keys that this rank's queries see, int32 [b, s, m], and those of all queries that arrive here, which follow
     them once for all chunks."""
 
-    def __init__(self, local: Tensor, queries: TeamRows):
-        self._local, self._arriving = local, queries.start_gather(local[:, :, None])
+    def __init__(self, local: Tensor, queries: TeamRows | HeadRows):
+        self._local = self._arriving = local  # where queries travel by heads, this rank has all of them
+        if isinstance(queries, TeamRows):
+            self._arriving = queries.start_gather(local[:, :, None])
 
     def of(self, arrived: bool) -> Tensor:
         if not arrived:

@@ -18,7 +18,7 @@ from ..kernels import KVCache
 from ..layout import Segment
 from ..merge import State, join_heads, merge_sinks
 from ..plan import chunk_sizes
-from .cell import Cell, CellForward, wire_dtype
+from .cell import Cell, CellForward, Selected, wire_dtype
 from .derivatives import check_tangents, in_torch
 from .finite import check_finite_cache
 from .head_shares import all_heads_of, check_head_shares, has_all_heads
@@ -27,7 +27,7 @@ from .precision import autocast
 from .prefill_cell import LatentCell, PromptChunk, place_on_grid
 from .spec import make_spec
 from .topology import GroupTopology
-from .validate import check_latents, check_runs, check_segments, check_sinks
+from .validate import check_latents, check_runs, check_segments, check_selected, check_sinks
 from .validate_cache import check_cache
 
 
@@ -48,6 +48,7 @@ def tree_prefill(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     attention_chunk_size: int | None = None,
+    selected: Tensor | None = None,
     head_shares: Sequence[int] | None = None,
     grid: tuple[int, int] | None = None,
     config: TreeConfig | None = None,
@@ -66,6 +67,8 @@ def tree_prefill(
         key_segments: the positions of this rank's keys, as (row, position, length) each; without a window or slopes,
             keys before the chunk may be in any order. Or a list of these for every group rank, where keys are gathered.
         attention_chunk_size: queries see keys of their own chunk of so many positions only (Llama 4's local layers).
+        selected: int32 [b, n, m], the positions of the keys that each of these queries sees, -1 for none
+            (`tree_select_prefill`); all positions in key_segments are the keys' own then.
         head_shares: as in `tree_decode`: the queries' heads are sharded then, not their tokens. q holds all queries of
             the chunk, shares has one entry for them. Where keys are gathered, k_cache has one head.
         grid: (a, b) with a * b = ranks: queries are gathered over a ranks, keys over b. (ranks, 1) sends least once the
@@ -81,7 +84,8 @@ def tree_prefill(
     if expand is not None and isinstance(outside, torch.autocast):
         expand = torch.autocast(outside.device)(expand)  # its weights are the caller's
     with comm.collective_call("tree_prefill", cp_group, config) as call, outside, torch.no_grad():
-        comm.check_local(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks, alibi_slopes=alibi_slopes)
+        tensors = dict(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
+        comm.check_local(**tensors, alibi_slopes=alibi_slopes, selected=selected)
         head_shares = check_head_shares(head_shares, q, cp_group)
         whole, cache = all_heads_of(q, head_shares), KVCache(k_cache, v_cache, head_dim_v=head_dim_v)
         if expand is None:
@@ -93,8 +97,10 @@ def tree_prefill(
         size = check_positive("attention_chunk_size", attention_chunk_size)
         rank = comm.group_rank(cp_group)
         check_sinks(sinks, q, None if head_shares is None else head_shares[rank])
+        check_selected(selected, q, spec, None)
         chunk = PromptChunk(rank, check_runs(shares), check_segments(key_segments), size, head_shares)
         given = dict(group=cp_group, config=config, chunk=chunk, spec=spec, whole=whole, cache=cache, expand=expand)
+        given["selected"] = selected
         prefill = _Prefill.checked(q, sinks, grid, **given)
         prefill.agree(call, q, sinks)
         out, lse = prefill.run(q)
@@ -118,6 +124,7 @@ class _Prefill:
     cache: KVCache
     head_dim_v: int
     expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None
+    selected: Tensor | None
     gathers_heads: bool
 
     @classmethod
@@ -128,7 +135,8 @@ class _Prefill:
         chunk.check(q.shape[1], cache.k.shape[1], world)
         grid = chunk.checked_grid(grid, world, num_heads_kv=cache.k.shape[2], expands=expand is not None)
         like = (cache.k, cache.values) if expand is None else (q[:, :1], q[:, :1, :, : cache.head_dim_v])
-        backend = kernels.choose(given["whole"], *like, given["spec"], config.backend)
+        selects = given["selected"] is not None
+        backend = kernels.choose(given["whole"], *like, given["spec"], config.backend, selects=selects)
         if not in_torch(group, backend):
             check_tangents(q=q, k_cache=cache.k, v_cache=cache.v, sinks=sinks)
         check_finite_cache(config, group, q, cache, sinks)
@@ -152,6 +160,7 @@ class _Prefill:
             dtype=q.dtype,
             spec=self.spec,
             sinks=sinks is not None,
+            selected=None if self.selected is None else self.selected.shape[2],
             head_shares=self.chunk.head_shares,
             gathers_heads=self.gathers_heads,
             shares=str(self.chunk.shares),
@@ -168,6 +177,7 @@ class _Prefill:
         queries, spec = self.chunk.queries(query_team, self.spec)
         cell = dict(queries=queries, keys=self.chunk.keys(key_team), backend=self.backend)
         cell["wire"] = wire_dtype(q.dtype, self.config)
+        cell["selected"] = None if self.selected is None else Selected(self.selected, queries)
         if v is None:  # latents travel once
             cell, kv = LatentCell(**cell, expand=self.expand, head_dim_v=self.head_dim_v), (k,)
         else:

@@ -104,14 +104,14 @@ class PromptChunk:
     def queries(self, team: comm.Team, spec: AttnSpec) -> tuple[TeamRows | HeadRows, AttnSpec]:
         """What a team gathers of the chunk's queries, and the call's mathematics for the heads of these."""
         if self.head_shares is not None:
-            segments = self._one_after_another([_of_runs(runs) for runs in self.shares], 0)
+            segments = self._one_after_another([of_runs(runs) for runs in self.shares], 0)
             if spec.alibi_slopes is not None:
                 heads = heads_of(self.head_shares, team.order)
                 spec = replace(spec, alibi_slopes=tuple(tuple(row[i] for i in heads) for row in spec.alibi_slopes))
             return HeadRows(team, segments, self.head_shares), spec
         counts = self.num_queries
         rows = max(counts[r] for r in team.order)
-        return TeamRows(team, rows, self._one_after_another([_of_runs(self.shares[r]) for r in team.order], rows)), spec
+        return TeamRows(team, rows, self._one_after_another([of_runs(self.shares[r]) for r in team.order], rows)), spec
 
     def keys(self, team: comm.Team) -> TeamRows:
         """What a team gathers of the cache's keys."""
@@ -129,7 +129,7 @@ class PromptChunk:
         return tuple(s._replace(row=s.row + i * rows) for i, segments in enumerate(cut) for s in segments)
 
 
-def _of_runs(runs: list[tuple[int, int]]) -> list[Segment]:
+def of_runs(runs: list[tuple[int, int]]) -> list[Segment]:
     """Segments of one rank's queries."""
     ends = itertools.accumulate(count for _, count in runs)
     return [Segment(end - count, position, count) for end, (position, count) in zip(ends, runs)]

@@ -3,9 +3,9 @@
     FOLDER/cache.json               what it is: layers, dtype, rows, fingerprint of the model, size and sha256 of files,
                                     and its own sha256
     FOLDER/rank_00000.safetensors   the tokens that rank 0 held; of each kind of layers `runs.KIND` int64 [m, 3] (row,
-                                    first position, count), and of each layer k, v (and scales) [tokens, h_kv, ...],
-                                    with head groups the KV heads of rank 0's group; here also the rows' tokens and the
-                                    states of recurrent layers, `state.ROW.NAME`
+                                    first position, count), and of each layer k, v (scales, index keys) [tokens, h_kv,
+                                    ...], with head groups the KV heads of rank 0's group; here also the rows' tokens
+                                    and the states of recurrent layers, `state.ROW.NAME`
 
 A folder is complete or absent: ranks write into `.FOLDER.part`, and when all are done one of them renames it. Any
 number of ranks with any block size can read it, since tokens are stored with their positions; each rank reads those
@@ -64,7 +64,8 @@ def model_fingerprint(model) -> str:
         some = weight.detach().flatten()[::step][:_SAMPLE]
         digest.update(f"{name} {list(weight.shape)} {weight.dtype}".encode())
         digest.update(some.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    layer = text.per_layer_config[0] if hasattr(text, "per_layer_config") else text  # of one kind, where they differ
+    heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
     return (
         f"{type(model).__name__}, {text.num_hidden_layers} layers, {heads} KV heads, hidden_size {text.hidden_size}, "
         f"{model.dtype}, weights {digest.hexdigest()[:16]}"
@@ -302,6 +303,8 @@ class _SavedRows:
         local = [(shapes.get(x, nothing)[0] // self._num_groups, *shapes.get(x, nothing)[1:]) for x in ("k", "v")]
         like = [torch.empty(1, 1, *shape, dtype=self._dtype, device=self._device) for shape in local]
         store.layers[layer].reserve(store.book.numbers[store.kind_of[layer]].capacity, *like)
+        if "index_k" in shapes:
+            store.layers[layer].reserve_index(torch.empty(shapes["index_k"], dtype=self._dtype, device=self._device))
         for source, (numbers, slots) in zip(self._sources, chosen, strict=True):
             if len(slots):
                 tensors = {name: source.read(f"{name}.{layer}", numbers).to(self._device) for name in shapes}

@@ -15,6 +15,7 @@ from . import Append, ShardedCache, View
 from .latent import LatentHeads
 from .packed import PackedRows
 from .prefill_attention import PrefillAttention
+from .selected_attention import Index, Selection, select_in_step
 from .step_attention import StepAttention
 
 PREFILL_TOKENS = 32  # from here on a pass over one row is a prefill, whose kernels skip what is hidden
@@ -112,12 +113,40 @@ class ForwardPass:
         if kind not in self.views:
             self.views[kind] = self.store.view(kind, self.append.rows, k.device)
 
+    def select(
+        self,
+        layer: int,
+        index_k: Tensor,
+        index: Index,
+        *,
+        visible: Tensor | None = None,
+        config: TreeConfig | None = None,
+    ) -> Selection:
+        """Store a layer's new index keys [b, n, d_i], after `write` and like its keys, and select for the new tokens
+        among all that the ranks hold of the rows. Collective over cp_group.
+
+        Args: index: of the new tokens, or this rank's share of them. visible, config: as in `attend`.
+        """
+        config = config or self._default_config
+        if self.packed is not None:
+            index_k, q, weights = (self.packed.pad(x) for x in (index_k, index.q, index.weights))
+            index = index._replace(q=q, weights=weights)
+        self.store.write_index(layer, self.append, index_k)
+        view, shares = self.views[self.store.kind_of[layer]], self.append.shares
+        if shares is None and not self._is_prefill(index.q, visible):
+            return select_in_step(self, layer, index, visible, config)
+        local = index.q.shape[1] if shares is None else count_tokens(shares[self.store.book.rank])
+        index = index._replace(q=index.q[:, :local], weights=index.weights[:, :local])
+        shares = shares or [[(self.append.first[0], local)]]
+        return self._prefill.select(layer, view, index, shares=shares, config=config)
+
     def attend(
         self,
         layer: int,
         q: Tensor,
         *,
         latent: LatentHeads | None = None,
+        selected: Selection | None = None,
         visible: Tensor | None = None,
         config: TreeConfig | None = None,
         **options,
@@ -128,6 +157,7 @@ class ForwardPass:
             q: [b, n, h, d]: the new tokens of each row, or this rank's share of them, see `write`. With head_shares
                 of this rank's heads; so are the result, sinks and latent.
             latent: how these heads read the cache, where it holds latents; with q of all heads how all of them do.
+            selected: the keys that queries see, of latents, if not all.
             visible: bool [b, tokens], tokens of a row up to the end of this pass: False hides one (padding). All rows
                 have the same length then.
             config: see `tree_decode`. options: softmax_scale, window_size, softcap, sinks, alibi_slopes of all
@@ -141,6 +171,8 @@ class ForwardPass:
             q = self.packed.pad(q)
         if latent is not None and options.get("softmax_scale") is None:
             options["softmax_scale"] = q.shape[-1] ** -0.5  # of the heads, not of latents
+        if selected is not None and (self.shares is not None or self._is_prefill(q, visible)):
+            options["selected"] = selected.keys
         if self.shares is not None:
             out = self._attend_share(layer, q, latent, visible, config, **options)
         elif self._is_prefill(q, visible):
@@ -149,6 +181,9 @@ class ForwardPass:
             options |= {} if self.head_shares is None else {"head_shares": self.head_shares}
             latent = self._step.local_heads(latent)
             out = self._prefill.attend(layer, view, q, latent, num_heads, shares=shares, config=config, **options)
+        elif selected is not None:
+            latent = self._step.local_heads(latent)
+            out = self._step.attend_selected(self, layer, q, selected, latent, config, **options)
         else:
             out = self._step.attend(self, layer, q, self._step.local_heads(latent), visible, config, **options)
         if self._progress is not None:

@@ -17,7 +17,8 @@ class LayerPages:
 
     Keys [pages, page_size, h_kv, d], values [pages, page_size, h_kv, d_v]. In 8 bits each token and head has a scale,
     fp32 [pages, page_size, h_kv]: its largest absolute value divided by the largest value of the format. The scales of
-    a head lie side by side in a page, as kernels read them.
+    a head lie side by side in a page, as kernels read them. Where an index selects keys, its own keys `index_k`
+    [pages, page_size, 1, d_i] lie beside them, in their dtype.
 
     Args:
         page_size: tokens of a page.
@@ -33,7 +34,7 @@ class LayerPages:
         self.reset()
 
     def reset(self) -> None:
-        self.k = self.v = self.k_scale = self.v_scale = None
+        self.k = self.v = self.k_scale = self.v_scale = self.index_k = None
         self.dtype: torch.dtype | None = None
         self._taken: tuple | None = None
         """`_kinds` of the last tokens that fitted."""
@@ -52,7 +53,7 @@ class LayerPages:
             if self.stored is not None:
                 scales = (2, 0, k.shape[2], self.page_size)
                 self.k_scale, self.v_scale = k.new_zeros(scales, dtype=torch.float32).transpose(2, 3)
-        have = {name: tuple(x.shape[2:]) for name, x in self.tensors.items() if not name.endswith("scale")}
+        have = {name: tuple(x.shape[2:]) for name, x in self.tensors.items() if name in ("k", "v")}
         if (self._shapes(k, v), k.dtype) != (have, self.dtype):
             raise ValueError(
                 f"keys {tuple(k.shape)} and values {tuple(v.shape)} in {k.dtype} don't fit the cache: heads and "
@@ -85,6 +86,19 @@ class LayerPages:
             setattr(self, name, new)
             del old, new
 
+    def reserve_index(self, index_k: Tensor) -> None:
+        """Allocate as many pages for index keys [..., d_i] as there are for keys, which are reserved first.
+
+        Raises: ValueError if d_i differs from that of earlier tokens.
+        """
+        if self.index_k is None:
+            shape = (len(self.k), self.page_size, 1, index_k.shape[-1])
+            self.index_k, self.moves = index_k.new_zeros(shape), self.moves + 1
+        if index_k.shape[-1] != self.index_k.shape[-1]:
+            raise ValueError(
+                f"index keys {tuple(index_k.shape)} don't fit the cache, which has {self.index_k.shape[-1]}"
+            )
+
     def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put tokens k [n, h_kv, d], v [n, h_kv, d_v] into slots, int64 [n]: page * page_size + offset in the page."""
         if self.joined:
@@ -102,14 +116,15 @@ class LayerPages:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """k, v and, in 8 bits, k_scale and v_scale, [pages, page_size, ...]; none before the first token."""
-        tensors = {"k": self.k, "v": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
+        """k, v, in 8 bits k_scale and v_scale, and index_k, [pages, page_size, ...]; none before the first token."""
+        tensors = {"k": self.k, "v": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale, "index_k": self.index_k}
         return {name: x for name, x in tensors.items() if x is not None}
 
     def put(self, slots: Tensor, tokens: dict[str, Tensor]) -> None:
-        """Put already quantized tokens, [n, ...] for each of `tensors`, into slots, int64 [n]."""
-        for name, pages in self.tensors.items():
-            x, bits = tokens[name].to(pages.dtype), _bits(pages)
+        """Put already quantized tokens, [n, ...] of some of `tensors`, into slots, int64 [n]."""
+        for name, x in tokens.items():
+            pages = getattr(self, name)
+            x, bits = x.to(pages.dtype), _bits(pages)
             if name.endswith("scale"):
                 pages[self._place(slots)] = x
             elif bits == pages.dtype:
@@ -148,6 +163,22 @@ class LayerPages:
         """
         k, v, *_ = self.kv_cache(block_table).row(row, dtype, length)
         return (torch.cat((k, v), -1), None) if self.latent and not self.joined else (k, v)
+
+    def entries(self, slots: Tensor, dtype: torch.dtype) -> Tensor:
+        """Latents and rotary keys, side by side, of slots int64 [...]: [..., 1, r + rotary head_dim] in dtype."""
+        if self.joined:
+            return self.k.flatten(0, 1)[slots]
+        k, v, k_scale, v_scale = (self.read(name, slots) for name in ("k", "v", "k_scale", "v_scale"))
+        return torch.cat((k.float() * k_scale[..., None], v.float() * v_scale[..., None]), -1).to(dtype)
+
+    def index_row(self, block_table: Tensor, row: int, length: int) -> Tensor:
+        """The index keys of the first `length` tokens of a row: [length, d_i]."""
+        lengths = torch.full((len(block_table),), length)
+        return (
+            KVCache(self.index_k, self.index_k, block_table=block_table, lengths=lengths)
+            .row(row, self.index_k.dtype, length)
+            .k[0, :, 0]
+        )
 
     @property
     def bytes_of_a_token(self) -> int:

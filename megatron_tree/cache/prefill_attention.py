@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ..attention.prefill import tree_prefill
 from ..attention.prefill_cell import why_not
+from ..attention.selection import tree_select_prefill
 from ..attention.topology import GroupTopology
 from ..comm import collective_call
 from ..config import TreeConfig
@@ -13,6 +14,9 @@ from ..kernels import ACCELERATORS
 from ..plan import chunk_sizes, grids, plan_prefill_grid
 from . import Append, ShardedCache, View
 from .latent import LatentHeads
+from .selected_attention import Index, Selection
+
+_BY_POSITION = ("alibi_slopes", "attention_chunk_size", "selected")
 
 
 class PrefillAttention:
@@ -24,6 +28,17 @@ class PrefillAttention:
     def __init__(self, store: ShardedCache, append: Append, cp_group):
         self._store, self._append, self._cp_group = store, append, cp_group
         self._nets: dict[TreeConfig, GroupTopology] = {}
+
+    def select(self, layer: int, view: View, index: Index, *, shares, config: TreeConfig) -> Selection:
+        """Positions of the keys that this rank's queries select. All ranks' index keys are gathered. Collective."""
+        store = self._store
+        segments = store.key_segments(self._append, store.kind_of[layer], of_all_ranks=True, by_position=True)
+        local = sum(segment.length for segment in segments[store.book.rank])
+        keys = store.layers[layer].index_row(view.block_table, 0, local)[None]
+        options = index.options | {"cp_group": self._cp_group, "config": config}
+        where = {"shares": shares, "key_segments": segments}
+        positions = tree_select_prefill(index.q, index.weights, keys, **options, **where)
+        return Selection(positions, positions.shape[-1])
 
     def attend(
         self,
@@ -44,7 +59,7 @@ class PrefillAttention:
         store, kind = self._store, self._store.kind_of[layer]
         grid, expands = self._plan(layer, q, latent, num_heads, config)
         gathers_keys = grid[1] > 1  # else a rank need not know the keys of others
-        by_position = any(options.get(name) is not None for name in ("alibi_slopes", "attention_chunk_size"))
+        by_position = any(options.get(name) is not None for name in _BY_POSITION)
         segments = store.key_segments(self._append, kind, of_all_ranks=gathers_keys, by_position=by_position)
         local = segments[store.book.rank] if gathers_keys else segments
         k, v = store.layers[layer].row(view.block_table, 0, sum(segment.length for segment in local), q.dtype)

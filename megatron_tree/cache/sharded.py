@@ -108,6 +108,14 @@ class ShardedCache:
                 k, v = k[tokens], v[tokens]
             pages.write(slots, k, v)
 
+    def write_index(self, layer: int, append: Append, index_k: Tensor) -> None:
+        """Store this rank's part of the new tokens' index keys [b, n, d_i], after `write`, as there."""
+        pages, kind = self.layers[layer], self.kind_of[layer]
+        pages.reserve_index(index_k)
+        if append.writes[kind]:
+            tokens, slots = self._places(append, kind, index_k.shape[1], index_k.device)
+            pages.put(slots, {"index_k": index_k.flatten(0, 1)[tokens, None]})
+
     def _places(self, append: Append, kind: int, num_tokens: int, device) -> tuple[Tensor, Tensor]:
         """(numbers of the tokens to store, their slots), int64; computed once for all layers of a kind."""
         key = (kind, num_tokens, device)

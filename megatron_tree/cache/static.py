@@ -123,9 +123,13 @@ class StaticPass(ForwardPass):
         pages.write(self.inputs.slots[kind], k.flatten(0, 1), v.flatten(0, 1))
 
     def attend(self, layer: int, q: Tensor, *, visible: Tensor | None = None, **options) -> Tensor:
-        if visible is not None or options.get("attention_chunk_size") is not None:
+        if (
+            visible is not None
+            or options.get("attention_chunk_size") is not None
+            or options.get("selected") is not None
+        ):
             raise ValueError(
-                "cuda_graphs=True: layers with a mask of their own, or whose queries see their chunk only, depend on "
-                "lengths that the host knows; leave cuda_graphs out for this model"
+                "cuda_graphs=True: layers with a mask of their own, or whose queries see their chunk or selected keys "
+                "only, depend on lengths that the host knows; leave cuda_graphs out for this model"
             )
         return super().attend(layer, q, **options)

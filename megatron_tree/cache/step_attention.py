@@ -14,6 +14,7 @@ from ..config import TreeConfig
 from ..kernels import KVCache
 from . import ShardedCache
 from .latent import LatentHeads
+from .selected_attention import Selection, attend_in_step
 
 
 class StepAttention:
@@ -78,6 +79,23 @@ class StepAttention:
         if attention_chunk_size is None:
             return self._step.decode(q, cache, **call)[0]
         return self._in_chunks(forward, q, cache, attention_chunk_size, visible, **call)
+
+    def attend_selected(
+        self,
+        forward,
+        layer: int,
+        q: Tensor,
+        selected: Selection,
+        latent: LatentHeads,
+        config: TreeConfig,
+        *,
+        sinks: Tensor | None = None,
+        **options,
+    ) -> Tensor:
+        """`attend` to the selected keys only."""
+        options |= {"head_shares": self._head_shares, "schedule": self._schedule}
+        options = DecodeOptions(forward.cp_group, config, **options)
+        return attend_in_step(forward, layer, q, selected, latent, self._step, options, sinks)
 
     def _entries(self, forward, layer: int, dtype: torch.dtype) -> Tensor:
         """This rank's latents and rotary keys: [b, longest row, 1, ...] in dtype, then zeros."""

@@ -43,7 +43,6 @@ OWN_CODE = (
     "xlnet",
 )
 OTHER_LAYERS = {
-    "deepseek_v32": "indexed_attention",
     "deepseek_v4": "compressed_sparse_attention",
     "gemma3n": "dummy",
     "qwen4_exp_text": "indexed_attention",

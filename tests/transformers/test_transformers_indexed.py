@@ -1,19 +1,28 @@
-"""Transformers' models whose queries see the keys that an index selects: exact in training, or refused by name."""
+"""Transformers' models whose queries see the keys that an index selects: as the plain ones, on any number of ranks."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from support.ranks import run_distributed
 
 pytest.importorskip("transformers")
 
 import megatron_tree.integrations.transformers as tree_hf
+from megatron_tree.cache.files import model_fingerprint
+from megatron_tree.comm import traffic
+from megatron_tree.generation.requests import Request
+from megatron_tree.generation.sampling import SamplingParams
+from megatron_tree.generation.scheduler import Scheduler
+from megatron_tree.generation.speculation import Speculation
 from support.hf_architectures import INDEXED, assert_logits, random_model
-from support.hf_models import prompt
-from support.hf_served import check_trained
+from support.hf_models import plain, prompt
+from support.hf_served import check_served, check_trained
+from support.scheduling import serve, tokens_of
 
+NEW = 6
 FAST = ("deepseek_v32", "hy_v4")  # without and with layers that share a selection
 
 
@@ -23,6 +32,133 @@ def _cases(with_):
         return found if name in FAST else [*found, pytest.mark.slow]
 
     return [pytest.param(name, marks=marks(name), id=name) for name in INDEXED]
+
+
+def _cache(model, **options):
+    return tree_hf.TreeCache(model.config, cp_group=dist.group.WORLD, page_size=2, **options)
+
+
+def _generation(rank, world, name):
+    check_served(random_model(name))
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("name", _cases("generate and model.generate; 1, 2 and 4 ranks"))
+def test_generation(name, world):
+    run_distributed(_generation, world, name)
+
+
+def _rows(rank, world, name, folder):
+    """Rows of a runner: run together, copied, cropped, saved and loaded."""
+    model = random_model(name)
+    texts = [prompt(1, length, seed=length)[0] for length in (3, 29, 12)]
+    with torch.no_grad():
+        want = [model(torch.cat((text, text[:4]))[None]).logits[0] for text in texts]
+    fingerprint = model_fingerprint(model)
+    model.set_attn_implementation("tree")
+    cache = _cache(model)
+    runner = tree_hf.Runner(model, cache, chunk_size=8)
+
+    def check(logits, row, position, what):
+        assert_logits(logits, want[row][position], what)
+
+    rows = [runner.add() for _ in texts]
+    first = runner.prefill_rows(rows, texts)
+    for i, text in enumerate(texts):
+        check(first[i], i, len(text) - 1, "prefill_rows")
+    logits = runner.step(rows, torch.stack([text[:2] for text in texts]))  # rows of different lengths
+    for i, text in enumerate(texts):
+        check(logits[i], i, slice(len(text), len(text) + 2), "step")
+    copy = runner.fork(rows[1])
+    for row in (rows[1], copy):
+        check(runner.step([row], texts[1][2:3, None])[0, 0], 1, 31, "a row and its copy")
+    runner.crop(rows[1], 27)  # in the middle of a page
+    check(runner.step([rows[1]], texts[1][27:][None])[0], 1, slice(27, 29), "cropped")
+    check(runner.step([copy], texts[1][3:4, None])[0, 0], 1, 32, "the copy of a row that was cropped")
+    cache.rows = [copy, rows[2]]
+    held = [torch.cat((texts[1], texts[1][:4])), torch.cat((texts[2], texts[2][:2]))]
+    cache.save(folder, held, fingerprint=fingerprint)
+    loaded = _cache(model)
+    assert all(map(torch.equal, loaded.load(folder, fingerprint=fingerprint), held))
+    again = tree_hf.Runner(model, loaded)
+    again.crop(loaded.rows[0], 30)
+    logits = again.step(loaded.rows, torch.stack((texts[1][1:2], texts[2][2:3])))
+    check(logits[0, 0], 1, 30, "loaded")
+    check(logits[1, 0], 2, 14, "loaded")
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", FAST)
+def test_rows(name, world, tmp_path):
+    run_distributed(_rows, world, name, tmp_path / "saved")
+
+
+class Counting(tree_hf.Runner):
+    """Counts the tokens of prompts that are run."""
+
+    num_run = 0
+
+    def prefill(self, row, tokens, **options):
+        self.num_run += len(tokens)
+        return super().prefill(row, tokens, **options)
+
+
+@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("speculation", [None, Speculation(2)], ids=["plain", "speculation"])
+def test_scheduler_and_prefixes(name, speculation):
+    """Questions about one text, which runs once; tokens proposed from the text and taken back."""
+    model, text = random_model(name), prompt(1, 60)[0].tolist()
+    requests = [Request(prompt=[*text, 7 + i, 3], sampling=SamplingParams(max_tokens=NEW), n=1 + i) for i in range(3)]
+    want = [plain(model, torch.tensor([r.prompt]), NEW)[0][0].tolist() for r in requests]
+    model.set_attn_implementation("tree")
+    runner = Counting(model, tree_hf.TreeCache(model.config, page_size=4), chunk_size=32)
+    limits = dict(max_rows=8, max_waiting=8, keep_bytes=1 << 30)
+    scheduler = Scheduler(runner, **limits, speculation=speculation)
+    for i, (asked, own) in enumerate(zip(requests, want)):
+        events = serve(scheduler, [asked]) if i == 2 else _ask(scheduler, asked)
+        for answer in range(asked.n):
+            assert tokens_of(events[0], answer) == own
+    assert runner.num_run <= 62 + 2 * 6
+
+
+def _ask(scheduler, asked):
+    events = []
+    scheduler.submit(asked, events.append)
+    scheduler.run_until_idle()
+    return [events]
+
+
+def _traffic(rank, world, name):
+    """What a step sends, lists of 8 bytes a key and states of heads, and reads: rows of selected keys, not all."""
+    model, ids = random_model(name), prompt(1, 61)
+    model.set_attn_implementation("tree")
+    config, cache = model.config, _cache(model, schedule="allgather")
+    runner = tree_hf.Runner(model, cache, chunk_size=64)
+    row = runner.add()
+    runner.prefill(row, ids[0])
+    runner.step([row], ids[:, :1])  # ranks compare what they do once
+    read = torch.zeros(config.num_hidden_layers, dtype=torch.int64)
+    for layer, pages in enumerate(cache.store.layers):
+
+        def entries(slots, dtype, layer=layer, own=pages.entries):
+            read[layer] += slots.numel()
+            return own(slots, dtype)
+
+        pages.entries = entries
+    with traffic.record() as log:
+        runner.step([row], ids[:, :1])
+    indexed = getattr(config, "indexer_types", ["full"] * len(read)).count("full")
+    lists = indexed * 8 * config.index_topk
+    width = min(config.kv_lora_rank, config.v_head_dim) + 1
+    states = len(read) * 4 * config.num_attention_heads * width
+    assert sum(x.bytes for x in log) == (world - 1) * (lists + states), log
+    dist.all_reduce(read)
+    assert read.tolist() == [config.index_topk] * len(read)
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_what_a_step_sends_and_reads(name):
+    run_distributed(_traffic, 2, name)
 
 
 def _training(rank, world, name):

@@ -85,6 +85,7 @@ def layers_of(config) -> list[LayerKind]:
 
 def num_heads_kv(config) -> int:
     """KV heads of a text model's attention; 1 where it keeps latents."""
+    config = config.per_layer_config[0]  # all but dots3_note have the same in every layer
     if getattr(config, "kv_lora_rank", None) is not None:
         return 1
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -114,11 +115,6 @@ def check_cached(config) -> None:
         raise ValueError(
             f"{type(text).__name__} has two attention calls for one cache update (differential attention); TreeCache "
             f"does not support it, only training on shards. {INSTEAD}"
-        )
-    if any(layer.indexed for layer in layers_of(config)):
-        raise ValueError(
-            f"{type(text).__name__} has layers of the kind indexed_attention: TreeCache has no cache for index keys, "
-            f"only training on shards serves them. {INSTEAD}"
         )
     if not any(layer.attends for layer in layers_of(config)):
         raise ValueError(f"{type(text).__name__} has no attention layers: TreeCache has nothing to share. {INSTEAD}")

@@ -21,7 +21,7 @@ def cache_shape(config) -> tuple[int, int, int]:
     text = config.get_text_config(decoder=True)
     if has_states(config):
         raise ValueError(f"{type(text).__name__} has recurrent layers: a synthetic cache is not supported, prefill it")
-    if getattr(text, "kv_lora_rank", None) is not None:
+    if getattr(text.per_layer_config[0], "kv_lora_rank", None) is not None:
         raise ValueError(f"{type(text).__name__} caches latents: a synthetic cache is not supported, prefill it")
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return text.num_hidden_layers, num_heads_kv(text), head_dim

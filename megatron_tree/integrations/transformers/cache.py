@@ -16,6 +16,7 @@ from ...cache.rows import Row
 from ...comm import group_rank, group_size, outside_graphs, process_group
 from ...config import DECODE_SCHEDULES, TreeConfig, check_choice
 from .architectures import check_cached, layers_of
+from .indexed import index_on_ranks
 from .latent import keep_latents
 from .layers import RecurrentLayer, Slots, cache_layer
 from .model_generate import prepare_generate
@@ -68,15 +69,17 @@ class TreeCache(Cache):
         attending = [i for i, kind in enumerate(kinds) if kind.attends]
         self.slot_of = Slots((layer_idx, slot) for slot, layer_idx in enumerate(attending))
         """By number of an attention layer in the model: its number in `store`."""
+        self.selects_keys = any(kind.indexed for kind in kinds)
         self.cp_group, self.schedule, self.tree_config = cp_group, schedule, tree_config
         self.head_shares = head_shares
         self._has_all_heads = head_shares is None or sum(head_shares) == text.num_attention_heads
         everyone = None if self._has_all_heads else weights_group
         self._of_files = {"cp_group": cp_group, "weights_group": everyone, "state_pieces": state_pieces}
         self.rank, self.world = group_rank(cp_group), group_size(cp_group)
-        self.latent = getattr(text, "kv_lora_rank", None) is not None
+        self.latent = getattr(text.per_layer_config[0], "kv_lora_rank", None) is not None
         if self.latent:
             keep_latents(text)
+        index_on_ranks(config)
         options = {"page_size": page_size, "dtype": dtype, "latent": self.latent}
         windows = [kinds[layer_idx].window for layer_idx in attending]
         self.store = ShardedCache(windows, rank=self.rank, world=self.world, **options)

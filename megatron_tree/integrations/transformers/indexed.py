@@ -22,9 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...attention.selection import tree_select_func
+from ...cache.selected_attention import Index, Selection
 from ...comm import outside_graphs
 from .architectures import INDEXED, INSTEAD, model_class
 from .batch_shards import SequenceShard
+from .runs import last_update
 
 
 class IndexMask(NamedTuple):
@@ -40,17 +42,6 @@ class IndexMask(NamedTuple):
         return self
 
 
-class Index(NamedTuple):
-    """What an indexer computes of its tokens."""
-
-    q: Tensor
-    """fp32 [b, s, h, d]."""
-    weights: Tensor
-    """fp32 [b, s, h]."""
-    scale: float
-    topk: int
-
-
 class Scoring:
     """The index keys in the formulas of an indexer, step by step.
 
@@ -60,7 +51,7 @@ class Scoring:
 
     shape = (sys.maxsize,)  # keys: no fewer than topk
 
-    def __init__(self, name: str, select: Callable[[Index], Tensor]):
+    def __init__(self, name: str, select: Callable[[Index], Tensor | Selection]):
         self._name, self._select = name, select
         self._q = self._weights = None
         self._scale, self._steps = 1.0, []
@@ -115,20 +106,27 @@ class Scoring:
 
 
 class TopK(NamedTuple):
-    indices: Tensor
+    """What the indexer makes its result of: the result."""
+
+    selected: Tensor | Selection
+
+    @property
+    def indices(self) -> TopK:
+        return self
+
+    def to(self, _) -> Tensor | Selection:
+        return self.selected
 
 
-class IndexKeys:
-    """What an indexer takes for the cache: it hands out a `Scoring`.
+class IndexKeys(NamedTuple):
+    """What an indexer takes for the cache: it hands out a `Scoring`."""
 
-    Args: select: the selected keys, int32 [b, s, m], of an `Index` and the new index keys [b, s, d] of a layer.
-    """
-
-    def __init__(self, name: str, select: Callable[[Index, Tensor], Tensor]):
-        self._name, self._select = name, select
+    name: str
+    select: Callable[[Index, Tensor], Tensor | Selection]
+    """Of an `Index` and the new index keys [b, s, d] of a layer."""
 
     def update_indexer(self, keys: Tensor, layer_idx: int) -> Scoring:
-        return Scoring(self._name, lambda index: self._select(index, keys))
+        return Scoring(self.name, lambda index: self.select(index, keys))
 
 
 def index_on_ranks(config) -> None:
@@ -157,11 +155,22 @@ def _selecting(forward: Callable) -> Callable:
         mask = next((x for x in (*args, *kwargs.values()) if isinstance(x, IndexMask)), None)
         if mask is not None:
             name = f"{type(module).__name__} (layer_idx={module.layer_idx})"
-            kwargs["past_key_values"] = IndexKeys(name, functools.partial(_select_of_shard, mask.mask))
+            cached = kwargs.get("past_key_values") is not None
+            found = functools.partial(_select_in_cache if cached else _select_of_shard, mask.mask)
+            kwargs["past_key_values"] = IndexKeys(name, found)
         return forward(module, *args, **kwargs)
 
     select.selects_on_ranks = True
     return select
+
+
+def _select_in_cache(visible: Tensor | SequenceShard | None, index: Index, keys: Tensor) -> Selection:
+    """Of new tokens over a cache, whose layer's keys are stored."""
+    update = last_update.get()
+    if update is None or isinstance(visible, SequenceShard):
+        raise ValueError("layers with an index need a TreeCache, or neither a cache nor use_cache=True")
+    slot, config = update.cache.slot_of[update.layer_idx], update.cache.tree_config
+    return update.forward.select(slot, keys, index, visible=visible, config=config)
 
 
 def _select_of_shard(shard: SequenceShard | Tensor | None, index: Index, keys: Tensor) -> Tensor:
@@ -171,5 +180,4 @@ def _select_of_shard(shard: SequenceShard | Tensor | None, index: Index, keys: T
     where = {"cp_group": None, "layout": "contiguous"}
     if shard is not None:
         where = {"cp_group": shard.cp_group, "layout": shard.documents or "zigzag", "config": shard.config}
-    options = {"topk": index.topk, "softmax_scale": index.scale}
-    return tree_select_func(index.q, index.weights, keys, **options, **where)
+    return tree_select_func(index.q, index.weights, keys, **index.options, **where)

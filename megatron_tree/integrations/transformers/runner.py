@@ -74,6 +74,8 @@ class Runner(RowRunner):
             return "recurrent layers have states of their own for every run"
         if self.cache.rope is not None:
             return "the model's rotary embedding depends on the rows' lengths"
+        if self.cache.selects_keys:
+            return "layers with an index select keys, whose number on a rank depends on their scores"
         if self.model.config.get_text_config(decoder=True).model_type in CHUNKED:
             return "layers whose queries see their chunk only depend on the rows' lengths"
         return None

@@ -61,6 +61,8 @@ def _find_pieces(model, world: int, rank: int, *, split_latents: bool, repeat_qu
     """The layout without shapes."""
     config = model.config.get_text_config(decoder=True)
     kv_heads = num_heads_kv(config)
+    if config.is_heterogeneous:
+        raise _refused(model, "layers", "they have different numbers of heads")
     if config.model_type == "hrm_text":
         raise _refused(model, "layers", "it runs every layer several times for a token")
     layout = WeightLayout(world, rank, HeadGroups.of(world, config.num_attention_heads, kv_heads), repeat_queries)

@@ -1,0 +1,90 @@
+"""Layers whose queries see the keys that an index selects: which they are, and attention to them in a step.
+
+The index keys of a layer lie in its pages, beside the keys, on the rank that has these. In a step every rank scores its
+own, and the best of all ranks' lists are selected (`tree_select`); a rank gathers its rows among them, no others, and
+attends. The selection of a prefill is positions, under whose mask it attends block by block (prefill_attention.py).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..attention.decode import DecodeStep
+from ..attention.selection import tree_select
+from ..config import TreeConfig
+from ..kernels import KVCache
+from .latent import LatentHeads
+
+GATHERED = 1 << 25  # numbers of the rows that are gathered at a time
+
+
+class Index(NamedTuple):
+    """What an indexer computes of new tokens, and how many keys it selects for each."""
+
+    q: Tensor
+    """fp32 [b, n, h_i, d_i]."""
+    weights: Tensor
+    """fp32 [b, n, h_i]."""
+    scale: float
+    """Of the products of q and the index keys."""
+    topk: int
+
+    @property
+    def options(self) -> dict:
+        return {"topk": self.topk, "softmax_scale": self.scale}
+
+
+class Selection(NamedTuple):
+    """The keys that new tokens select, the same for all layers that share it."""
+
+    keys: Tensor
+    """int32 [b, n, m], -1 beyond: slots of the row on this rank, or positions in a prefill."""
+    most: int
+    """A query has no more on all ranks together."""
+
+
+def select_in_step(forward, layer: int, index: Index, visible: Tensor | None, config: TreeConfig) -> Selection:
+    """The slots of this rank among the keys that each query selects; forward: the pass, for its rows and views."""
+    pages, view = forward.store.layers[layer], forward.views[forward.store.kind_of[layer]]
+    rows = [pages.index_row(view.block_table, i, count) for i, count in enumerate(view.lengths.tolist())]
+    keys = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    positions, queries = view.positions[:, : keys.shape[1]], forward.new_positions(keys.device)
+    if forward.packed is not None:  # padding selects nothing
+        queries = queries.where(forward.packed.inside, -1)
+    hidden = torch.arange(keys.shape[1], device=keys.device) >= view.lengths[:, None]
+    if visible is not None:
+        hidden |= ~visible.gather(1, positions.clamp(max=forward.end - 1))
+    slots = tree_select(
+        *index[:2],
+        keys,
+        **index.options,
+        cp_group=forward.cp_group,
+        q_positions=queries,
+        cache_positions=positions.masked_fill(hidden, -1),
+        num_keys=forward.end,
+        config=config,
+    )
+    return Selection(slots, min(index.topk, forward.end))
+
+
+def attend_in_step(
+    forward, layer: int, q: Tensor, selection: Selection, latent: LatentHeads, step: DecodeStep, options, sinks
+) -> Tensor:
+    """[b, n, h, d_v] of queries [b, n, h, d], which attend to the slots of `select_in_step`; options: of the call."""
+    pages, view = forward.store.layers[layer], forward.views[forward.store.kind_of[layer]]
+    size, absorbed, parts = pages.page_size, latent.absorb(q), []
+    strip = max(1, GATHERED // (len(q) * selection.most * absorbed.shape[-1]))  # the same on all ranks
+    for i in range(0, q.shape[1], strip):
+        slots = selection.keys[:, i : i + strip].long()
+        counts = (slots >= 0).sum(-1)
+        slots = slots.clamp(min=0)
+        page = view.block_table.gather(1, (slots // size).flatten(1)).view_as(slots)
+        entries = pages.entries(page.long() * size + slots % size, q.dtype).flatten(0, 1)
+        cache = KVCache(entries, None, head_dim_v=latent.rank, lengths=counts.flatten())
+        queries = absorbed[:, i : i + strip].flatten(0, 1)[:, None]
+        out, _ = step.decode(queries, cache, options, sinks=sinks, projection=latent.values)
+        parts.append(out[:, 0].unflatten(0, (len(q), -1)))
+    return torch.cat(parts, 1)
