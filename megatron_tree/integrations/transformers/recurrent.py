@@ -17,7 +17,7 @@ from transformers.utils.import_utils import is_flash_linear_attention_available,
 from ...comm import group_rank, group_size
 from ...config import TreeConfig
 from ...layout import Layout, Segment, shard_segments
-from ...recurrence.halo import tree_halo
+from ...recurrence.halo import tree_convolution
 from ...recurrence.layer import Decay, tree_recurrence
 
 
@@ -73,25 +73,20 @@ def _check_packing(options: dict) -> None:
 
 
 def convolution(run: RecurrentRun, original: Callable, hidden_states: Tensor, weight: Tensor, *args, **options):
-    """`causal_conv1d_fn` over hidden_states [b, c, s_local], weight [c, kernel size]: every segment has the rows
-    before it in front, whose outputs are dropped."""
+    """`causal_conv1d_fn` over hidden_states [b, c, s_local], weight [c, kernel size]."""
     _check_packing(options)
     x, count = hidden_states.transpose(1, 2), max(weight.shape[-1] - 1, run.num_final_rows)
     before = run.conv_state
     if before is not None:
         before = F.pad(before, (count - before.shape[-1], 0)).transpose(1, 2)
-    halos, final = tree_halo(x, count, before=before, return_final=run.num_final_rows > 0, **run.options)
+
+    def kernel(x: Tensor) -> Tensor:
+        return original(x.transpose(1, 2), weight, *args, **options).transpose(1, 2)
+
+    out, final = tree_convolution(kernel, x, count, before=before, return_final=run.num_final_rows > 0, **run.options)
     if final is not None:
         run.final_conv_state = final[:, -run.num_final_rows :].transpose(1, 2)
-    spans, kept, at = [], [], 0
-    for rows, number, _ in run.parts(x.shape[1]):
-        in_front = [] if number is None else [halos[:, number]]
-        at += len(in_front) * count
-        kept.append(torch.arange(at, at + rows.stop - rows.start, device=x.device))
-        at += rows.stop - rows.start
-        spans += [*in_front, x[:, rows]]
-    out = original(torch.cat(spans, 1).transpose(1, 2), weight, *args, **options)
-    return out[:, :, torch.cat(kept)]
+    return out.transpose(1, 2)
 
 
 def delta_rule(
