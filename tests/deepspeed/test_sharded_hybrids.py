@@ -57,7 +57,7 @@ def _weight_bytes(model, world):
         layer, rows = model.get_submodule(owner), p.shape[0]
         recurrent, n = isinstance(getattr(layer, "conv1d", None), torch.nn.Conv1d), p.numel()
         over_heads = (recurrent and hasattr(layer, "n_groups")) or (
-            child in ("q_norm", "k_norm") and rows > config.head_dim
+            child in ("q_norm", "k_norm") and rows > layer.head_dim
         )
         if recurrent and child in (*KEY_ROWS, *GROUP_ROWS):
             total += n // rows * _rows(rows, layer, child, world)
