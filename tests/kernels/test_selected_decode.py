@@ -23,7 +23,7 @@ SHAPES = {  # heads, d, d_v, queries, selected
 
 
 def lists(queries, count, seed=0):
-    """(int32 [BATCH, queries, count], bool [BATCH, queries, SLOTS]): a fifth of the entries are -1; one query has none."""
+    """(int32 [BATCH, queries, count], bool [BATCH, queries, SLOTS]): a fifth are -1, and all of one query's."""
     g = torch.Generator().manual_seed(seed)
     rows = torch.stack([torch.randperm(SLOTS, generator=g)[:count] for _ in range(BATCH * queries)])
     rows = rows.view(BATCH, queries, count).masked_fill(torch.rand(BATCH, queries, count, generator=g) < 0.2, -1)

@@ -42,6 +42,9 @@ for n in (16384, 16385, 17000, 20011, 33333, 64000, 70000):
     decode.attn_decode(q, KVCache(cache[:, :n], cache[:, :n]), spec)
     k = cache[:, :n].clone()  # another allocation: other strides
     decode.attn_decode(q, KVCache(k, k, lengths=torch.tensor([n, 3])), spec)
+    for queries in (1, 3):
+        lists = torch.zeros(2, queries, n // 100, dtype=torch.int32)
+        decode.attn_decode(q.expand(-1, queries, -1, -1), KVCache(k, k, selected=lists), spec)
     counts.append(len(compiled))
 print(counts)
 """
@@ -90,7 +93,8 @@ for d, d_v in head_dims:
             decode.attn_decode(q, KVCache(k, v), AttnSpec(softmax_scale=0.1))
 latents = torch.zeros(1, 1000, 1, 576, dtype=torch.bfloat16)
 q = torch.zeros(1, 1, 64, 576, dtype=torch.bfloat16)
-decode.attn_decode(q, KVCache(latents, None, head_dim_v=512), AttnSpec(softmax_scale=0.1))
+for lists in (None, torch.zeros(1, 1, 300, dtype=torch.int32)):
+    decode.attn_decode(q, KVCache(latents, None, head_dim_v=512, selected=lists), AttnSpec(softmax_scale=0.1))
 print(json.dumps(used))
 """
 
@@ -129,9 +133,10 @@ def compilations(program, cache, arch="sm90", *arguments):
 
 
 def test_a_growing_cache_does_not_recompile(tmp_path):
-    """Two decode variants (with and without lengths) and the merge: three compilations, whatever the length."""
+    """Decode variants with and without lengths and of selected slots, and the merge: four compilations, whatever the
+    length and the lists."""
     counts = compilations(GROWING_CACHE, tmp_path)
-    assert counts == [3] * len(counts), counts
+    assert counts == [4] * len(counts), counts
 
 
 @pytest.mark.slow

@@ -88,6 +88,40 @@ def test_latents(s_q, heads):
         assert "head_dim 576 above 256 (decoding bf16 or fp16 with one KV head: 576)" in said
 
 
+@pytest.mark.parametrize("num_splits", [None, 2])
+@pytest.mark.parametrize("case", ["dense", "paged", "paged, int8", "latents"])
+def test_selected_slots(case, num_splits):
+    """Lists of slots for each of 2 queries of 2 rows, with -1 in them; what none has selected is NaN."""
+    queries, slots, count = 2, 192, 70
+    heads, d, d_v = ((20, 1), 48, 32) if case == "latents" else ((4, 2), 16, 16)
+    q, k, v, _ = inputs(queries, slots, heads, d, d_v)
+    g = torch.Generator().manual_seed(3)
+    rows = torch.stack([torch.randperm(slots, generator=g)[:count] for _ in range(2 * queries)]).view(2, queries, -1)
+    rows[torch.rand(rows.shape, generator=g) < 0.3] = -1
+    rows[1, 1] = -1
+    keep = torch.zeros(2, queries, slots + 1, dtype=torch.bool).scatter_(2, rows % (slots + 1), True)[..., :-1]
+    keep, seen, spec = keep.to(DEVICE), dict(selected=rows.to(DEVICE, torch.int32)), AttnSpec(softmax_scale=d**-0.5)
+    v, scales, head_dim_v = (k[..., :d_v] if case == "latents" else v), (), None
+    exact = [x.double() for x in (q, k, v)]
+    if "int8" in case:
+        scales = [x.abs().amax(-1) / 127 for x in (k, v)]
+        k, v = ((x / scale[..., None]).round().to(torch.int8) for x, scale in zip((k, v), scales))
+        exact[1:] = [x.double() * scale.double()[..., None] for x, scale in zip((k, v), scales)]
+    else:
+        k, v = (x.masked_fill(~keep.any(1)[..., None, None], float("nan")) for x in (k, v))
+    if case == "latents":
+        v, head_dim_v = None, d_v
+    if case != "dense":
+        (k, table), v = paged(k, 32), v if v is None else paged(v, 32)[0]
+        seen |= dict(block_table=table, lengths=torch.full((2,), slots, device=DEVICE))
+        scales = [paged(x, 32)[0] for x in scales]
+    cache = KVCache(k, v, *(scales or (None, None)), head_dim_v=head_dim_v, **seen)
+    state = decode.attn_decode(q, cache, spec, num_splits)
+    out, lse = energy.attention(*exact, spec=spec, keep=keep)
+    assert_near(state[..., :-1], out, slots)
+    assert_near(state[..., -1], lse.transpose(1, 2), slots)
+
+
 def test_splits_fill_the_gpu():
     """Enough programs for every place, no more waves than needed, and one split where the batch fills the GPU."""
     places = 396  # 132 multiprocessors x 3

@@ -1,7 +1,8 @@
 """Our C kernel for decoding on a CPU: it reads the cache once, dense, in pages or by lists of selected slots. It is
 compiled on first use.
 
-Keys are split every CHUNK slots, selected ones every SELECTED_CHUNK, whatever the batch and the number of threads: so are the bits of a row.
+Keys are split every CHUNK slots, selected ones every SELECTED_CHUNK, whatever the batch and the number of threads: so
+are the bits of a row.
 """
 
 from __future__ import annotations

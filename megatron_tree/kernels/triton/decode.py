@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...config import AttnSpec
-from ..kv_cache import KVCache, decode_gathered
+from ..kv_cache import KVCache
 from . import common, configs, host
 from .common import LN2, LOG2E, alibi, cap_logits, dot, head_of
 from .merge import merge_states
@@ -35,20 +35,22 @@ def _load_keys(base, rows, stride, valid, FROM: tl.constexpr, COLS: tl.constexpr
 
 # these change as a cache grows, and a decode loop must not recompile
 GROWING = ["num_keys", "keys_per_split", "num_splits", "k_pos_stride", "table_stride", "scales_page_stride", "left"]
+GROWING += ["sharers"]
 
 
 @triton.jit(do_not_specialize=GROWING)
 def attn_decode_kernel(
-    Q, K, V, STATE, LENGTHS, Q_POS, K_POS, BLOCK_TABLE, K_SCALE, V_SCALE, SLOPES, num_keys, keys_per_split, s_q,
-    num_splits, q_strides, k_strides, v_strides, k_pos_stride, table_stride, scales_page_stride, scales_strides,
-    slopes_stride, left, scale, softcap,
+    Q, K, V, STATE, LENGTHS, Q_POS, K_POS, BLOCK_TABLE, K_SCALE, V_SCALE, SLOPES, SELECTED, num_keys, keys_per_split,
+    s_q, num_splits, sharers, q_strides, k_strides, v_strides, k_pos_stride, table_stride, scales_page_stride,
+    scales_strides, slopes_stride, left, scale, softcap,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_POSITIONS: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, SCALED: tl.constexpr, NARROW: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Tile row r is query r // GROUP of head h_kv * GROUP + r % GROUP. STATE fp32 [b, splits, s_q, h, E + 1].
-    SLOPES fp32 [b, h], ALiBi's, with positions; or None.
+    SLOPES fp32 [b, h], ALiBi's, with positions; or None. SELECTED int32 [b, num_keys]: the slots that a row reads, -1:
+    none; `sharers` rows read one row of the cache. None: all slots, in order, of a row for each.
     """
     split = tl.program_id(0)
     h_kv = tl.program_id(1).to(tl.int64)
@@ -71,9 +73,12 @@ def attn_decode_kernel(
         slope2 = tl.load(SLOPES + b * slopes_stride + h, mask=in_q, other=0.0)[:, None] * LOG2E
     k_base = K + h_kv * k_strides[2]
     v_base = V + h_kv * v_strides[2]
+    of_row = b
+    if SELECTED is not None:
+        of_row = b // sharers
     if PAGE == 0:
-        k_base += b * k_strides[0]
-        v_base += b * v_strides[0]
+        k_base += of_row * k_strides[0]
+        v_base += of_row * v_strides[0]
     acc0 = tl.zeros((M, E0), tl.float32)
     acc1 = acc0
     if E1 > 0:
@@ -88,9 +93,12 @@ def attn_decode_kernel(
     for n in tl.range(start, end, N, num_stages=STAGES):
         slot = n + tl.arange(0, N)
         valid = slot < end
+        if SELECTED is not None:
+            slot = tl.load(SELECTED + b * num_keys + slot, mask=valid, other=-1)
+            valid = slot >= 0
         rows = slot.to(tl.int64)
         if PAGE > 0:
-            page = tl.load(BLOCK_TABLE + b * table_stride + slot // PAGE, mask=valid, other=0).to(tl.int64)
+            page = tl.load(BLOCK_TABLE + of_row * table_stride + slot // PAGE, mask=valid, other=0).to(tl.int64)
             k_rows = page * k_strides[0] + (slot % PAGE) * k_strides[1]
             v_rows = page * v_strides[0] + (slot % PAGE) * v_strides[1]
             scale_rows = page * scales_page_stride + (slot % PAGE) * scales_strides[0] + h_kv * scales_strides[1]
@@ -207,8 +215,6 @@ def attn_decode(q: Tensor, cache: KVCache, spec: AttnSpec, num_splits: int | Non
 
     num_splits: default chosen to fill the GPU; with spec.deterministic one for every SPLIT_KEYS keys.
     """
-    if cache.selected is not None:
-        return decode_gathered(attn_decode, q, cache, spec)
     if cache.block_table is not None:
         check_pages(cache.k)
     q, k, v = (host.unit_last_stride(x) for x in (q, cache.k, cache.values))
@@ -217,6 +223,8 @@ def attn_decode(q: Tensor, cache: KVCache, spec: AttnSpec, num_splits: int | Non
         rows = configs.latent_rows(host.arch(q.device))
         k, v = _head_in_parts(q.shape[2], rows, k, v)
     cache = _addressable(cache, k, v)
+    if cache.selected is not None:
+        return _over_lists(q, cache, spec, num_splits)
     n = max(1, rows // (q.shape[2] // k.shape[2]))
     if q.shape[1] <= n:
         return _launch(q, cache, spec, num_splits)
@@ -225,6 +233,20 @@ def attn_decode(q: Tensor, cache: KVCache, spec: AttnSpec, num_splits: int | Non
         part = cache if cache.q_positions is None else cache._replace(q_positions=cache.q_positions[:, some])
         states.append(_launch(q[:, some], part, spec, num_splits))
     return torch.cat(states, 1)
+
+
+def _over_lists(q: Tensor, cache: KVCache, spec: AttnSpec, num_splits: int | None) -> Tensor:
+    """`attn_decode` of selected slots: every query is a row of its own, of so many as a grid has."""
+    step, states = max(1, host.MAX_BATCH // q.shape[1]), []
+    for some in (slice(i, i + step) for i in range(0, len(q), step)):
+        k, v, table = cache.k, cache.v, cache.block_table
+        if table is None:
+            k, v = k[some], v if v is None else v[some]
+        else:
+            table = table[some]
+        part = cache._replace(k=k, v=v, block_table=table, lengths=None, selected=cache.selected[some].contiguous())
+        states.append(_launch(q[some].flatten(0, 1)[:, None], part, spec, num_splits))
+    return torch.cat(states).view(*q.shape[:3], -1)
 
 
 def _head_in_parts(num_heads: int, rows: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -243,10 +265,10 @@ def _addressable(cache: KVCache, k: Tensor, v: Tensor) -> KVCache:
 
 
 def _launch(q: Tensor, cache: KVCache, spec: AttnSpec, num_splits: int | None) -> Tensor:
-    k, v, k_scale, v_scale, _, lengths, q_positions, k_positions, table, _ = cache
+    k, v, k_scale, v_scale, _, lengths, q_positions, k_positions, table, _, selected = cache
     b, s_q, h, d = q.shape
     h_kv, e = k.shape[2], v.shape[-1]
-    page, num_keys = 0 if table is None else k.shape[1], cache.num_slots
+    page, num_keys = 0 if table is None else k.shape[1], cache.num_slots if selected is None else selected.shape[2]
     flags = (lengths is not None, k_positions is not None, k_scale is not None)
     fixed, blocks = _fixed(spec, h // h_kv, s_q, (d, e), page, flags, q.dtype, host.arch(q.device))
     num_slots = blocks * host.multiprocessors(q.device)
@@ -258,7 +280,8 @@ def _launch(q: Tensor, cache: KVCache, spec: AttnSpec, num_splits: int | None) -
         LENGTHS=lengths if lengths is None else lengths.contiguous(),
         Q_POS=q_positions if q_positions is None else q_positions.contiguous(),
         K_POS=k_positions, BLOCK_TABLE=table, K_SCALE=k_scale, V_SCALE=v_scale,
-        **slopes, num_keys=num_keys, keys_per_split=keys_per_split, s_q=s_q, num_splits=num_splits,
+        **slopes, SELECTED=selected, num_keys=num_keys, keys_per_split=keys_per_split, s_q=s_q, num_splits=num_splits,
+        sharers=1 if selected is None else selected.shape[1],
         q_strides=q.stride()[:3], k_strides=k.stride()[:3], v_strides=v.stride()[:3],
         k_pos_stride=0 if k_positions is None else k_positions.stride(0),
         table_stride=0 if table is None else table.stride(0),
