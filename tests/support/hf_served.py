@@ -6,7 +6,7 @@ import torch.distributed as dist
 from megatron_tree import comm
 from megatron_tree.integrations import transformers as tree_hf
 from megatron_tree.integrations.transformers.split_model import split_model
-from megatron_tree.integrations.transformers.split_rules import ROUTERS, plan_layout
+from megatron_tree.integrations.transformers.split_rules import ROUTERS, SMALL, plan_layout
 from support.hf_architectures import assert_logits
 from support.hf_models import hf_generate, left_padded, plain, prompt
 
@@ -75,7 +75,7 @@ def check_sharded(model):
     layout = plan_layout(model, world, rank)
     for name, parameter in model.named_parameters():
         whole = parameter.dim() == 1 or name in layout.of_first_rank  # norms and biases
-        whole = whole or set(ROUTERS) & set(name.split("."))
+        whole = whole or {*ROUTERS, *SMALL} & set(name.split("."))
         assert whole or layout.pieces[name].shape(parameter.shape).numel() <= 0.75 * parameter.numel(), name
     group = comm.neighbours(dist.group.WORLD, layout.heads.size, timeout_s=60.0)
     split_model(model, layout, dist.group.WORLD, timeout_s=60.0)

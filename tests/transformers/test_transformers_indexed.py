@@ -11,27 +11,32 @@ from support.ranks import run_distributed
 pytest.importorskip("transformers")
 
 import megatron_tree.integrations.transformers as tree_hf
+import transformers
 from megatron_tree.cache.files import model_fingerprint
 from megatron_tree.comm import traffic
 from megatron_tree.generation.requests import Request
 from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.generation.scheduler import Scheduler
 from megatron_tree.generation.speculation import Speculation
-from support.hf_architectures import INDEXED, assert_logits, random_model
+from megatron_tree.integrations.transformers.split_rules import plan_layout
+from support.hf_architectures import INDEXED, assert_logits, random_model, tiny_config
 from support.hf_models import plain, prompt
-from support.hf_served import check_served, check_trained
+from support.hf_served import check_served, check_sharded, check_trained
 from support.scheduling import serve, tokens_of
+from support_matrix import refused
 
 NEW = 6
+OF_OTHER_HEADS = ("dots3_note",)
+HEADS = "layers: they have different numbers of heads"
 FAST = ("deepseek_v32", "hy_v4")  # without and with layers that share a selection
 
 
-def _cases(with_):
+def _cases(with_, without=()):
     def marks(name):
         found = [pytest.mark.supports(f"`{name}`", with_=with_)]
         return found if name in FAST else [*found, pytest.mark.slow]
 
-    return [pytest.param(name, marks=marks(name), id=name) for name in INDEXED]
+    return [pytest.param(name, marks=marks(name), id=name) for name in INDEXED if name not in without]
 
 
 def _cache(model, **options):
@@ -46,6 +51,26 @@ def _generation(rank, world, name):
 @pytest.mark.parametrize("name", _cases("generate and model.generate; 1, 2 and 4 ranks"))
 def test_generation(name, world):
     run_distributed(_generation, world, name)
+
+
+def _sharded(rank, world, name):
+    check_sharded(random_model(name))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", _cases("weights over all ranks; 2 and 4 ranks", OF_OTHER_HEADS))
+def test_weights_over_all_ranks(name, world):
+    run_distributed(_sharded, world, name, timeout=200.0)
+
+
+@pytest.mark.parametrize(
+    "name", [refused(f"`{x}`, weights='sharded'", x, when=f"started: {HEADS}") for x in OF_OTHER_HEADS]
+)
+def test_weights_that_stay_whole_are_refused_by_name(name):
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(tiny_config(name))
+    with pytest.raises(ValueError, match=HEADS):
+        plan_layout(model, 2, 0)
 
 
 def _rows(rank, world, name, folder):

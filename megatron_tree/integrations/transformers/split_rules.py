@@ -25,6 +25,8 @@ PROJECTIONS = (nn.Linear, Conv1D)  # the latter, of GPT-2, has transposed weight
 QUERIES = ("q_proj", "qkv_proj", "c_attn", "query_key_value")  # the first has its keys and values in others
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
 LATENTS = ("q_a_proj", "kv_a_proj_with_mqa")
+GATED_QUERIES = "q_gate_proj"  # of latent attention: a head's query, then the gate of its result
+SMALL = ("indexer", "attn_hc", "ffn_hc", "hc_head")  # parts that are whole on every rank: an index, hyper connections
 GATES = ("gate_proj", "g_proj")  # of the result of each query head
 OF_HEADS = ("sinks", "gate_bias")
 MLPS = (  # projections to the neurons, the first of two is the gate; and the one from them
@@ -123,15 +125,24 @@ def _attention(
         _rows(layout, f"{name}.{child}", projection, runs)
     _check_projection(model, f"{name}.{output}", getattr(module, output), 1, num_heads, d)
     _columns(layout, f"{name}.{output}", getattr(module, output), local)
-    _gates(layout, name, module, num_heads, d)
+    _of_heads(layout, name, module, num_heads, d)
     counts = rank % heads.size == 0  # of the ranks with the same heads
     _whole_norm(layout, model, f"{name}.q_norm", num_heads * d, q, d, counts=counts or not layout.repeats_queries)
     _whole_norm(layout, model, f"{name}.k_norm", num_heads_kv * d, kv, d, counts=counts)
     _whole_norm(layout, model, f"{name}.attn_sub_norm", num_heads * d, local)
+    layout.attentions.append(name)
+
+
+def _of_heads(layout: WeightLayout, name: str, module, num_heads: int, d: int) -> None:
+    """Gates of the heads' results, for each head or each of its d numbers, and what else a head has one of."""
+    local = layout.heads.query_heads(layout.rank)
+    for child in GATES:
+        gate = getattr(module, child, None)
+        if isinstance(gate, nn.Linear) and len(gate.weight) in (num_heads, num_heads * d):
+            _rows(layout, f"{name}.{child}", gate, [_times(len(gate.weight) // num_heads, local)])
     for child in OF_HEADS:
         if isinstance(getattr(module, child, None), nn.Parameter):
-            layout.pieces[f"{name}.{child}"] = Piece(0, (heads.query_heads(rank),))
-    layout.attentions.append(name)
+            layout.pieces[f"{name}.{child}"] = Piece(0, (local,))
 
 
 def _gated_queries(layout: WeightLayout, model, name: str) -> None:
@@ -166,8 +177,11 @@ def _latent_attention(layout: WeightLayout, model, name: str, module, num_heads:
         elif projection is not None:
             _rows(layout, f"{name}.{child}", projection, [layout.share(len(projection.weight))])
             layout.gathered[f"{name}.{child}"] = len(projection.weight)
-    queries = "q_proj" if getattr(module, "q_proj", None) is not None else "q_b_proj"
-    for child, d in ((queries, module.qk_head_dim), ("kv_b_proj", module.qk_nope_head_dim + module.v_head_dim)):
+    queries = next((x for x in ("q_proj", GATED_QUERIES) if getattr(module, x, None) is not None), "q_b_proj")
+    d_q = module.qk_head_dim + (module.v_head_dim if queries == GATED_QUERIES else 0)
+    if queries == GATED_QUERIES and layout.repeats_queries:
+        raise _refused(model, f"{name}.{queries}", "the gates of repeated queries are of other ranks' results")
+    for child, d in ((queries, d_q), ("kv_b_proj", module.qk_nope_head_dim + module.v_head_dim)):
         projection = getattr(module, child, None)
         _check_projection(model, f"{name}.{child}", projection, 0, num_heads, d)
         if layout.repeats_queries:
@@ -180,17 +194,8 @@ def _latent_attention(layout: WeightLayout, model, name: str, module, num_heads:
     d = module.v_head_dim
     _check_projection(model, f"{name}.o_proj", module.o_proj, 1, num_heads, d)
     _columns(layout, f"{name}.o_proj", module.o_proj, (first * d, last * d))
-    _gates(layout, name, module, num_heads, d)
+    _of_heads(layout, name, module, num_heads, d)
     layout.attentions.append(name)
-
-
-def _gates(layout: WeightLayout, name: str, module, num_heads: int, d: int) -> None:
-    """A projection to gates of each query head's result, or of each of its d numbers."""
-    for child in GATES:
-        gate = getattr(module, child, None)
-        if isinstance(gate, nn.Linear) and len(gate.weight) in (num_heads, num_heads * d):
-            local = _times(len(gate.weight) // num_heads, layout.heads.query_heads(layout.rank))
-            _rows(layout, f"{name}.{child}", gate, [local])
 
 
 def _recurrent(layout: WeightLayout, model, name: str, module, rule: Rule) -> None:
@@ -304,9 +309,10 @@ def _check_rest(layout: WeightLayout, model) -> None:
         raise _refused(model, "attention", "its projections to q, k and v have unknown names")
     modules = dict(model.named_modules())
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in {*layout.pieces, *layout.of_first_rank, *layout.whole} or parameter.numel() == 1:
-            continue
         owner, parts = name.rpartition(".")[0], set(name.split("."))
+        planned = name in {*layout.pieces, *layout.of_first_rank, *layout.whole}
+        if planned or parameter.numel() == 1 or parts.intersection(SMALL):
+            continue
         is_norm = "norm" in type(modules[owner]).__name__.lower() and parameter.dim() == 1
         depth = owner.count(".") - 1  # deeper in attention, there is a norm for each head
         of_heads = any(owner.startswith(f"{x}.") and depth > x.count(".") for x in layout.attentions)
