@@ -12,10 +12,9 @@ from ..layout import Sharding, shard_lengths, spread_documents
 from ..units import format_bytes, format_seconds, parse_bytes, parse_count
 from .cast import Mask
 from .choice import fits
-from .model import load_model_sizes
+from .model_report import print_rows, report
 from .planner import plan_decode, plan_training
 from .plans import PassPlan, ReductionPlan, Shape, check_heads, rival_names
-from .step import plan_step
 from .topology import Topology, known_topologies, load_topology, place
 
 EXAMPLES = """\
@@ -70,8 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--head-dim", type=parse_count, default=128, help="of queries, keys and values (default 128)")
     add("--dtype", choices=BYTES, default="bf16", help="of q, k, v and the messages (default bf16)")
     add("--window", type=parse_count, help="keys that a query sees before itself (default: all)")
-    add("--model", type=Path, help="the config.json of a model: print what a decode step of the whole model reads, "
-        "sends and takes for every way to share its weights, and nothing else")  # fmt: skip
+    add("--model", type=Path, help="the config.json of a model: print its sizes, and what a decode step and a prompt "
+        "of the whole model read, send and take for every way to share its weights, and nothing else")  # fmt: skip
     add = parser.add_argument_group("the plan").add_argument
     add("--pass", dest="passes", choices=("all", *PASSES, *DUAL), default="all", help="what to plan: forward, backward "
         "and decode (all, the default) or one of them; a forward with tangents (jvp); a second-order pass (second)",
@@ -104,7 +103,9 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--tp {args.tp} must divide the {args.nodes} x {ranks} ranks")
     hosts = [n // ranks for n in range(0, args.nodes * ranks, args.tp)]
     if args.model is not None:
-        _model(args, topology, hosts)
+        if args.tp > 1:
+            raise ValueError("--model plans every way to share the weights, tensor parallelism too: leave --tp out")
+        report(args.model, topology, hosts, args.batch, args.seq_len, BYTES[args.dtype], as_json=args.json)
         return
     if args.documents is not None and (args.batch > 1 or "decode" in passes):
         raise ValueError("--documents are packed in one row, for training: leave --batch out, and select --pass")
@@ -135,27 +136,6 @@ def run(args: argparse.Namespace) -> None:
         _print(name, table, chosen, topology, args)
     for name, reason in reasons.items():
         print(f"\n{name}: {reason}")
-
-
-def _model(args, topology: Topology, hosts: list[int]) -> None:
-    """Every way to share the weights of --model; the fastest is marked."""
-    if args.tp > 1:
-        raise ValueError("--model plans every way to share the weights, tensor parallelism too: leave --tp out")
-    sizes = dict(batch=args.batch, seq_len=args.seq_len, bytes_per_word=BYTES[args.dtype])
-    costs = plan_step(load_model_sizes(args.model), topology, hosts, **sizes)
-    if args.json:
-        ways = [cost._asdict() for cost in costs]
-        print(json.dumps({"topology": topology.name, "ranks": len(hosts), **sizes, "ways": ways}, indent=1))
-        return
-    print(f"a decode step of {args.model} on {len(hosts)} ranks of {topology.name}; batch {args.batch}, {args.seq_len} "
-          f"tokens each, {args.dtype}; predicted")  # fmt: skip
-    rows = [["", "weights", "head groups", "weights read", "cache read", "sent", "reading", "time"]]
-    fastest = min(cost.time_s for cost in costs)
-    for cost in costs:
-        figures = map(format_bytes, (cost.weight_bytes, cost.cache_bytes, cost.sent_bytes))
-        times = map(format_seconds, (cost.read_s, cost.time_s))
-        rows.append(["*" * (cost.time_s == fastest), cost.way, str(cost.head_groups), *figures, *times])
-    _print_rows(rows)
 
 
 def _training(args, topology: Topology, hosts: list[int], shape: Shape, dual: bool):
@@ -215,19 +195,9 @@ def _print(name: str, table, chosen: list, topology: Topology, args) -> None:
         sent = [format_bytes(n) for n in cost.bytes_per_level]
         mark, buffers = "*" * (candidate in chosen), format_bytes(cost.peak_bytes)
         rows.append([mark, str(candidate), *times, *sent, str(cost.steps), buffers, ", ".join(notes)])
-    _print_rows(rows)
+    print_rows(rows)
     if len(shown) < len(table):
         print(f"   {len(table) - len(shown)} more: --all")
-
-
-def _print_rows(rows: list[list[str]]) -> None:
-    """Columns: a mark and a name to the left, what begins with a digit and its heading to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    right = [any(cell[:1].isdigit() for cell in column) for column in zip(*rows)]
-    print()
-    for row in rows:
-        cells = (cell.rjust(w) if to_right else cell.ljust(w) for cell, w, to_right in zip(row, widths, right))
-        print("  ".join(cells).rstrip())
 
 
 def _values(candidate: PassPlan | ReductionPlan, chosen: bool, topology: Topology) -> dict:

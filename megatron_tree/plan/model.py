@@ -59,6 +59,8 @@ class ModelSizes(NamedTuple):
     """MLA's weights that make values of latents."""
     value_dim: int
     """Width of a head's result as the output projection takes it."""
+    key_dim: int
+    """Of a head's keys; with MLA of those made of latents."""
     mlp: float
     """Weights of a layer's MLP, or of its shared experts and router."""
     expert: float
@@ -66,8 +68,11 @@ class ModelSizes(NamedTuple):
     num_experts: int
     experts_per_token: int
     lm_head: int
-    sums: int
-    """Results that ranks which share the weights add up: of attention, of a recurrent layer, of an MLP."""
+    mixers: int
+    """Results of attention or a recurrent layer that ranks which share the weights add up."""
+    mlps: int
+    """The same of an MLP or experts."""
+    expert_layers: int
     repeated: float
     """Words that a step reads more than once: those of blocks that several layers share."""
     recurrent: Recurrent | None
@@ -100,7 +105,9 @@ class ModelSizes(NamedTuple):
             num_experts=config.experts,
             experts_per_token=config.number("num_experts_per_tok", "num_experts_per_token") if config.experts else 0,
             lm_head=hidden * config.number("vocab_size"),
-            sums=layers - kinds.mixers.count("none") + both + layers - kinds.mlps.count("none"),
+            mixers=layers - kinds.mixers.count("none") + both,
+            mlps=layers - kinds.mlps.count("none"),
+            expert_layers=sparse,
             repeated=0,
             recurrent=Recurrent.of(config, kinds.recurrent) if kinds.recurrent else None,
             index=_index(config, layers) if "index_topk" in config else None,
@@ -154,6 +161,7 @@ def _attention(config: Config) -> dict[str, int]:
         output=heads * d * hidden,
         values=0,
         value_dim=d,
+        key_dim=d,
     )
 
 
@@ -177,6 +185,7 @@ def _latent_attention(config: Config) -> dict[str, int]:
         output=heads * d_v * (rank + hidden),
         values=heads * d_v * rank,
         value_dim=d_v,
+        key_dim=nope + rope,
     )
 
 
@@ -225,6 +234,7 @@ def _with_shared_blocks(sizes: ModelSizes, config: Config) -> ModelSizes:
         head_dim=d,
         head_dim_v=d,
         value_dim=d,
+        key_dim=d,
         cache=2 * d,
         queries=queries,
         keys=keys,

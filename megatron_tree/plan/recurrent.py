@@ -55,6 +55,11 @@ class Recurrent(NamedTuple):
         return self.heads * self.head_dim * self.head_dim_v
 
     @property
+    def general(self) -> bool:
+        """Whether a transition is a matrix, which the layer's kernel itself returns."""
+        return self.map_numbers == self.head_dim**2 and self.head_dim > 0
+
+    @property
     def conv(self) -> int:
         """Numbers of a row's convolution state, which holds the last `kernel` rows, in the model's dtype."""
         return self.channels * self.kernel

@@ -73,7 +73,10 @@ class StepCost(NamedTuple):
     """Of index keys that it reads."""
     state_bytes: float
     """Of recurrent and convolution states, which it reads and writes."""
+    attention_bytes: float
+    """Sent for attention: queries, partial results, lists or counts of selected keys."""
     sent_bytes: float
+    """All that it sends."""
     read_s: float
     """Seconds to read weights, cache and index keys, and to read and write states."""
     time_s: float
@@ -146,9 +149,10 @@ class _Step(NamedTuple):
         attention, more = self._attention(way, tokens_of, groups, cache / max(1, model.attention_layers))
         attention += [gathered(weights_of, self.batch * columns / world * word) for _, columns in latents]
         messages = [(model.attention_layers, message) for message in attention]
-        messages.append((model.sums, summed(weights_of, self.batch * model.hidden_size * word)))
         if model.index:
             messages.append((model.index.layers, self._selection(tokens_of)))
+        of_attention = sum(count * sent for count, (_, sent) in messages)
+        messages.append((model.mixers + model.mlps, summed(weights_of, self.batch * model.hidden_size * word)))
         messages.append((1, gathered(weights_of, self.batch * model.lm_head / model.hidden_size / split * 4)))
         time, sent = (sum(count * cost[i] for count, cost in messages) for i in (0, 1))
 
@@ -163,7 +167,7 @@ class _Step(NamedTuple):
         read = weights + model.attention_layers * more + model.layers * model.experts_read(self.batch) / split
         held = weights + (model.layers * model.expert * model.num_experts - model.repeated) / split
         read_s = (read * word + cache + index_keys + 2 * states) / self.topology.memory_bandwidth
-        figures = read * word, held * word, cache, index_keys, states, sent
+        figures = read * word, held * word, cache, index_keys, states, of_attention, sent
         return StepCost(way.name, groups, *figures, read_s, read_s + time)
 
     def _selection(self, hosts: tuple[int, ...]) -> tuple[float, float]:

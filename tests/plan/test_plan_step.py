@@ -106,8 +106,8 @@ def test_recurrent_layers(ranks):
     for cost in found.values():
         touched = cost.weight_bytes + cost.cache_bytes + 2 * cost.state_bytes
         assert cost.read_s == pytest.approx(touched / DGX.memory_bandwidth) and cost.held_bytes == cost.weight_bytes
-    plain = costs(model._replace(recurrent=None, sums=5), ranks, batch=2)
-    one_sum = costs(model._replace(recurrent=None, sums=6), ranks, batch=2)
+    plain = costs(model._replace(recurrent=None, mixers=1), ranks, batch=2)
+    one_sum = costs(model._replace(recurrent=None, mixers=2), ranks, batch=2)
     for way in WAYS:
         three_sums = 3 * (one_sum[way].sent_bytes - plain[way].sent_bytes)
         assert found[way].sent_bytes == pytest.approx(plain[way].sent_bytes + three_sums)
@@ -190,10 +190,12 @@ def test_command(tmp_path, capsys):
     options = ["--topology", "dgx_h100", "--nodes", "2", "--seq-len", "1M", "--model", str(tmp_path)]
     assert main(options) == 0
     out = capsys.readouterr().out
-    assert all(f"  {way}  " in out for way in WAYS) and out.count("\n*") == 1 and "6.31 GB" in out
+    assert all(f"  {way}  " in out for way in WAYS) and out.count("\n*") == 2 and "6.31 GB" in out
     assert main([*options, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [way["way"] for way in found["ways"]] == list(WAYS) and found["ranks"] == 16
+    assert found["model"]["cache_bytes_of_a_token"] == 2 * 61 * 576 and found["model"]["recurrent_layers"] == 0
+    assert [way["way"] for way in found["prompt"]] == ["tokens shared", "tensor parallel"]
 
 
 @pytest.mark.parametrize(
