@@ -64,9 +64,9 @@ def test_spec_walk_goes_everywhere():
     assert first.submodules.mlp is layer.submodules.mlp
 
 
-@pytest.mark.refuses("a spec without a core attention", when="use_tree_attention is called")
+@pytest.mark.refuses("a spec without core attention and recurrent layers", when="use_tree_attention is called")
 def test_spec_without_attention_is_an_error():
-    with pytest.raises(ValueError, match="no core_attention found"):
+    with pytest.raises(ValueError, match="no core_attention and no recurrent layer found"):
         tree.use_tree_attention(ModuleSpec(module=TransformerLayer))
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 pytest.importorskip("megatron.core")
 
 from megatron_tree import shard_positions
+from support.megatron_hybrid import build_hybrid, mixers_in_torch
 from support.megatron_models import (
     VOCAB,
     Case,
@@ -44,9 +45,9 @@ def text_of(case):
     return [torch.randint(0, VOCAB, (n + 1,), generator=generator) for n in case.documents]
 
 
-def each_alone(case):
+def each_alone(case, build=build_model):
     """(losses, gradients) of the model that gets one document after another."""
-    model, losses = build_model(case), []
+    model, losses = build(case), []
     for text in text_of(case):
         if len(text) > 1:
             with mtp_losses() as further:
@@ -56,7 +57,7 @@ def each_alone(case):
     return torch.cat(losses, 1), gradients_over_cp(model)
 
 
-def packed(case):
+def packed(case, build=build_model):
     """The same of the model that gets all documents in one row."""
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -82,10 +83,11 @@ def packed(case):
         max_seqlen_q=max(case.rows),
         max_seqlen_kv=max(case.rows),
     )
-    model = build_model(case)
+    model = build(case)
     tokens, labels, positions, mask = (x[None, mine] for x in (tokens, labels, positions, valid))
+    masked = {"loss_mask": mask} if dict(case.extra).get("mtp_num_layers") else {}
     with mtp_losses() as further:
-        first = model(tokens, positions, None, labels=labels, packed_seq_params=documents, loss_mask=mask)
+        first = model(tokens, positions, None, labels=labels, packed_seq_params=documents, **masked)
     (first * mask).sum().backward()
     losses = torch.zeros(1 + len(further), begins[-1])
     losses[:, mine] = torch.stack((first.detach(), *further))[:, 0]
@@ -109,7 +111,7 @@ def _all_losses(losses, rows, total, group):
     return found
 
 
-def dispatched(case):
+def dispatched(case, build=build_model):
     """The same of the model that gets documents which are whole on one rank, or spread."""
     from megatron.core import parallel_state
 
@@ -118,7 +120,7 @@ def dispatched(case):
     group = parallel_state.get_context_parallel_group()
     batch, begins = one_row(case)
     share, packed = tree.dispatch_batch(batch, begins, multiple_of=case.padded_for)
-    model = tree.use_dispatched_documents(build_model(case))
+    model = tree.use_dispatched_documents(build(case))
     tokens, mask = share["tokens"], share["loss_mask"]
     losses = model(tokens, share["position_ids"], None, labels=share["labels"], packed_seq_params=packed)
     (losses * mask).sum().backward()
@@ -126,7 +128,7 @@ def dispatched(case):
     return _all_losses(losses, rows, int(begins[-1]), group), gradients_over_cp(model)
 
 
-def inter_document(case):
+def inter_document(case, build=build_model):
     """The same of the batches of --dataloader-inter-document-masking: the row is cut zigzag as a whole."""
     import sys
     import types
@@ -147,7 +149,7 @@ def inter_document(case):
     with mock.patch.dict(sys.modules, {"megatron.training.global_vars": types.SimpleNamespace(_GLOBAL_ARGS=arguments)}):
         tree.install()
         try:
-            model = build_model(case)
+            model = build(case)
         finally:
             tree.uninstall()
         tokens, labels = (batch[name][:, rows] for name in ("tokens", "labels"))
@@ -231,3 +233,19 @@ def test_packed_documents_and_multi_token_prediction():
     """Without padding: Megatron rolls labels at the ends of documents, not of their padding."""
     case = functools.partial(Packed, cp=2, tree=True, documents=(16, 32, 8), extra=options(mtp_num_layers=2), **ONE)
     check_packed(2, [case(mla=mla) for mla in (False, True)])
+
+
+def _hybrid(case, *, run, pattern):
+    with mixers_in_torch():
+        return run(case, functools.partial(build_hybrid, pattern=pattern))
+
+
+@pytest.mark.supports("hybrid models (MambaModel)", with_="packed sequences: cut one by one, dispatched, as a whole")
+@pytest.mark.supports("gated delta nets", with_="packed sequences: cut one by one, dispatched, as a whole")
+@pytest.mark.parametrize("pattern", ["M*-M", "G*"])
+def test_recurrent_layers(pattern):
+    reference = dict(reference=alone, run_reference=functools.partial(_hybrid, run=each_alone, pattern=pattern))
+    plugin = dict(install=True, local_spec=True)
+    cases = {packed: dict(padded_for=2), dispatched: dict(padded_for=3), inter_document: plugin}
+    for run, kind in cases.items():
+        check(2, [Packed(cp=2, **kind, **ONE)], run=functools.partial(_hybrid, run=run, pattern=pattern), **reference)

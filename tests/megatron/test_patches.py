@@ -115,7 +115,7 @@ def test_patched_megatron_needs_no_install(installed_copy, tmp_path):
 
 def test_spec_from_the_command_line():
     """`--spec megatron_tree.integrations.megatron get_gpt_layer_tree_spec`, as pretrain_gpt.py reads it."""
-    assert run_distributed(compare, WORLD, "spec", fresh=True) == [["gqa", "mla"]] * WORLD
+    assert run_distributed(compare, WORLD, "spec", fresh=True) == [["gqa", "mla", "gdn", "mamba"]] * WORLD
 
 
 def test_inside_another_repository(installed_copy, tmp_path):
@@ -172,15 +172,14 @@ def _download(release, folder):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("release", RELEASES)
 def test_release(release, tmp_path):
-    """Losses and gradients of one rank, also beside gated delta nets; the patch comes out without a trace."""
+    """Losses and gradients of one rank, also with recurrent layers; the patch comes out without a trace."""
     folder = _download(release, tmp_path)
     minor = int(release.split(".")[1])
-    for way, first_with_gdn in (("spec", 18), ("install", 19)):
-        kinds = ["gqa", "mla"] + ["gdn"] * (minor >= first_with_gdn)
-        assert run_ranks(way, folder, tmp_path / way) == [kinds] * WORLD, way
+    for way in ("spec", "install"):
+        assert run_ranks(way, folder, tmp_path / way) == [["gqa", "mla", "gdn", "mamba"]] * WORLD, way
     before = contents(folder)
     done = apply(folder)
     assert done.returncode == 0, done.stderr
-    assert run_ranks("patch", folder, tmp_path / "patch") == [kinds] * WORLD
+    assert run_ranks("patch", folder, tmp_path / "patch") == [["gqa", "mla"] + ["gdn"] * (minor >= 19)] * WORLD
     assert apply(folder, "--revert").returncode == 0
     assert changed(before, folder) == []

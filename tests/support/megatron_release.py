@@ -38,6 +38,7 @@ GDN = {  # Megatron's own torch code of the recurrence
     "deterministic_mode": True,
     "activation_func": F.silu,
 }
+MAMBA = {"mamba_num_heads": 3, "mamba_head_dim": 8, "mamba_state_dim": 4, "mamba_num_groups": 1}
 
 
 def config_of(kind, cp, cp_comm_type):
@@ -59,7 +60,7 @@ def config_of(kind, cp, cp_comm_type):
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
-        **{"gqa": {}, "mla": MLA, "gdn": GDN}[kind],
+        **{"gqa": {}, "mla": MLA, "gdn": GDN, "mamba": MAMBA}[kind],
     )
 
 
@@ -90,11 +91,40 @@ def gated_delta_net_spec(by_spec):
     return tree.use_tree_attention(block) if by_spec else block
 
 
-def has_gated_delta_nets(way):
-    """Whether this release has context parallelism for gated delta nets, with the cp_comm_type of this way."""
+def recurrent_kinds(way):
+    """Ours. A patch knows attention only: then gated delta nets of a release whose own take a cp_comm_type."""
+    if way != "patch":
+        return ["gdn", "mamba"]
     module = importlib.import_module("megatron.core.ssm.gated_delta_net")
-    taken = inspect.signature(module.GatedDeltaNet.__init__).parameters
-    return hasattr(module, "get_parameter_local_cp") and (way == "spec" or "cp_comm_type" in taken)
+    return ["gdn"] * ("cp_comm_type" in inspect.signature(module.GatedDeltaNet.__init__).parameters)
+
+
+@contextlib.contextmanager
+def kernels_in_torch(kind):
+    """Context for models of this kind."""
+    from support.megatron_hybrid import mamba_in_torch
+
+    with {"gdn": gated_delta_net_in_torch, "mamba": mamba_in_torch}.get(kind, contextlib.nullcontext)():
+        yield
+
+
+def hybrid_model(config, by_spec):
+    """A Mamba layer, then one of attention."""
+    from megatron.core.models.mamba import MambaModel
+
+    from support.megatron_hybrid import stack_spec
+
+    spec = tree.use_tree_attention(stack_spec()) if by_spec else stack_spec()
+    sizes = dict(vocab_size=VOCAB, max_sequence_length=SEQ)
+    pattern = dict(hybrid_override_pattern="M*", position_embedding_type="rope")
+    return MambaModel(config=config, mamba_stack_spec=spec, **sizes, **pattern)
+
+
+def gpt_model(config, spec):
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    sizes = dict(vocab_size=VOCAB, max_sequence_length=SEQ)
+    return GPTModel(config=config, transformer_layer_spec=spec, **sizes, position_embedding_type="rope")
 
 
 @contextlib.contextmanager
@@ -107,29 +137,21 @@ def gated_delta_net_in_torch():
         for name, module in list(sys.modules.items()):
             if name.startswith(package):
                 for attribute, value in (("HAVE_FLA", True), ("l2norm", lambda x: F.normalize(x, dim=-1))):
-                    if hasattr(module, attribute):
-                        stack.enter_context(mock.patch.object(module, attribute, value))
+                    stack.enter_context(mock.patch.object(module, attribute, value, create=True))
         yield
 
 
 def losses_and_gradients(way, kind, cp):
     """(summed loss, {parameter: gradient}, logits of `served` or None) with `cp` context-parallel ranks."""
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     parallel_state.initialize_model_parallel(context_parallel_size=cp)
     model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
     cp_comm_type = "tree" if way == "spec" else ["tree", "tree"]  # a list needs install() or the patch up to 0.16
-    cp_comm_type = None if way == "spec" and kind == "gdn" else cp_comm_type  # 0.18 has no argument for it
-    model = GPTModel(
-        config=config_of(kind, cp, cp_comm_type if cp > 1 else None),
-        transformer_layer_spec=layer_spec(kind, way == "spec" and cp > 1),
-        vocab_size=VOCAB,
-        max_sequence_length=SEQ,
-        position_embedding_type="rope",
-    )
+    config, by_spec = config_of(kind, cp, cp_comm_type if cp > 1 else None), way == "spec" and cp > 1
+    model = hybrid_model(config, by_spec) if kind == "mamba" else gpt_model(config, layer_spec(kind, by_spec))
     cores = {type(module).__name__ for name, module in model.named_modules() if name.endswith(".core_attention")}
     assert cores == {"DotProductAttention" if cp == 1 else "TreeDotProductAttention"}, cores
     tokens = torch.randint(VOCAB, (2, SEQ + 1), generator=torch.Generator().manual_seed(2))
@@ -149,7 +171,7 @@ def losses_and_gradients(way, kind, cp):
         dist.all_reduce(total)
     else:
         total = losses.detach().sum()
-    logits = served(model.eval(), tokens[0, :-1], mask) if kind != "gdn" else None
+    logits = served(model.eval(), tokens[0, :-1], mask) if kind in ("gqa", "mla") else None
     parallel_state.destroy_model_parallel()
     return total, gradients, logits
 
@@ -174,7 +196,7 @@ def wanted_keys():
 
 def compare(rank, world, way):
     """A small model on `world` ranks against one, tree attention by `way`. Returns the kinds of attention."""
-    kinds = ["gqa", "mla"] + ["gdn"] * has_gated_delta_nets(way)
+    kinds = ["gqa", "mla", *recurrent_kinds(way)]
     if way == "patch":
         assert compat.is_patched()
         assert not compat.misreads_cp_comm_type_list()
@@ -184,7 +206,7 @@ def compare(rank, world, way):
         if way == "install":
             tree.install()
         for kind in kinds:
-            with gated_delta_net_in_torch() if kind == "gdn" else contextlib.nullcontext():
+            with kernels_in_torch(kind):
                 loss, gradients, logits = losses_and_gradients(way, kind, world)
                 expected_loss, expected, expected_logits = losses_and_gradients(way, kind, 1)
             torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-5)

@@ -23,6 +23,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
 
+from .documents import check_cut, is_one_document  # noqa: E402
 from .masks import read_mask  # noqa: E402
 
 serving: ContextVar[Any] = ContextVar("serving", default=None)
@@ -105,15 +106,8 @@ class TreeDotProductAttention(MegatronModule):
     ):
         super().__init__(config=config)
         compat.refuse_unknown_arguments("the constructor of TreeDotProductAttention", newer_arguments)
-        self.tp_group, self.cp_group = compat.process_groups(pg_collection)
+        self.tp_group, self.cp_group = compat.layer_groups(config, pg_collection)
         cp_size = config.context_parallel_size
-        if cp_size == 1:
-            self.cp_group = None  # the configuration decides, even if the group has more ranks
-        elif self.cp_group.size() != cp_size:
-            raise ValueError(
-                f"context_parallel_size={cp_size} in the TransformerConfig, but the context-parallel group has "
-                f"{self.cp_group.size()} ranks: initialize Megatron's parallel state with the same size"
-            )
         self.layer_number = max(1, layer_number)
         self.attn_mask_type = attn_mask_type
         self.cp_comm_type = cp_comm_type
@@ -216,7 +210,7 @@ class TreeDotProductAttention(MegatronModule):
             config=self._config_over(cp_group),
             return_max_logit=self.keeps_max_logits,
         )
-        if packed_seq_params is not None and not _one_document(packed_seq_params):
+        if packed_seq_params is not None and not is_one_document(packed_seq_params):
             return self._packed(query, key, value, attention_mask, mask_type, packed_seq_params, options)
         if query.dim() != 4 or (key.shape[:2] != query.shape[:2] and not self.is_cross):
             raise ValueError(
@@ -269,14 +263,7 @@ class TreeDotProductAttention(MegatronModule):
             options["layout"] = layout
         else:
             options |= dict(cu_seqlens=packed.cu_seqlens_q, cu_seqlens_padded=packed.cu_seqlens_q_padded)
-        whole = layout is None and compat.cuts_packed_rows_as_a_whole()
-        if (whole or not getattr(packed, "embedded", True)) and comm.group_size(options["cp_group"]) > 1:
-            raise ValueError(
-                "this packed batch is not cut document by document (dispatch_batch, or "
-                "--dataloader-inter-document-masking), but the model's rotary embedding takes it to be: call "
-                "megatron_tree.integrations.megatron.use_dispatched_documents(model) once after the model is built, or "
-                "install() before"
-            )
+        check_cut(packed, options["cp_group"])
         return self._out(tree_attn_varlen_func(query, key, value, **options)).flatten(1)
 
     def _out(self, result: Tensor | tuple[Tensor, Tensor]) -> Tensor:
@@ -300,13 +287,6 @@ class TreeDotProductAttention(MegatronModule):
     ) -> dict:
         """The learnable sinks, sharded over tensor-parallel ranks, under the key of Megatron's own core attention."""
         return compat.sharded_parameters(self, prefix, {"softmax_offset": 0}, sharded_offsets, metadata, self.tp_group)
-
-
-def _one_document(packed: Any) -> bool:
-    """Whether this is an ordinary batch that only names its ranks (Megatron's hybrid context parallelism)."""
-    bounds = packed.cu_seqlens_q
-    ordinary = packed.qkv_format in ("sbhd", "bshd") and (bounds is None or len(bounds) == 2)
-    return ordinary and getattr(packed, "local_cp_size", None) is not None
 
 
 def _documents(lengths: tuple[int, ...], padded: int) -> tuple[list[int], list[int]]:

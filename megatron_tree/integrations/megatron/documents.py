@@ -45,6 +45,25 @@ class TreePackedSeqParams(PackedSeqParams):
         return cls(qkv_format="thd", **dict.fromkeys(names, bounds), **lengths, layout=layout, positions=positions)
 
 
+def is_one_document(packed: Any) -> bool:
+    """Whether this is an ordinary batch that only names its ranks (Megatron's hybrid context parallelism)."""
+    bounds = packed.cu_seqlens_q
+    ordinary = packed.qkv_format in ("sbhd", "bshd") and (bounds is None or len(bounds) == 2)
+    return ordinary and getattr(packed, "local_cp_size", None) is not None
+
+
+def check_cut(packed: Any, cp_group: Any) -> None:
+    """Raise a ValueError for a packed batch that is not cut document by document, but of which Megatron thinks so."""
+    whole = getattr(packed, "layout", None) is None and compat.cuts_packed_rows_as_a_whole()
+    if (whole or not getattr(packed, "embedded", True)) and comm.group_size(cp_group) > 1:
+        raise ValueError(
+            "this packed batch is not cut document by document (dispatch_batch, or "
+            "--dataloader-inter-document-masking), but the model's rotary embedding takes it to be: call "
+            "megatron_tree.integrations.megatron.use_dispatched_documents(model) once after the model is built, or "
+            "install() before"
+        )
+
+
 def dispatch_batch(
     batch: dict[str, Any], cu_seqlens: Any, *, cp_group: Any = None, multiple_of: int = 1
 ) -> tuple[dict[str, Any], TreePackedSeqParams]:
@@ -106,8 +125,8 @@ def watch_batches(model: Any) -> None:
 
 def _refuse(module: Any) -> None:
     refused = None
-    if compat.is_recurrent(module):
-        refused = f"{type(module).__name__} (a layer with a recurrent state)"
+    if compat.is_recurrent(module) and not getattr(module, "has_tree", False):
+        refused = f"{type(module).__name__} (a layer with a recurrent state, and a cp_comm_type without a tree)"
     elif number := getattr(getattr(module, "config", None), "mtp_num_layers", None):
         refused = f"mtp_num_layers={number}"
     elif getattr(module, "position_embedding_type", None) == "mrope":

@@ -274,6 +274,11 @@ def _core_attentions(model: Any) -> list[TreeDotProductAttention]:
             f"the model has other core attention than TreeDotProductAttention ({(others or ['none'])[0]}): build it "
             "with get_gpt_layer_tree_spec, use_tree_attention or install()"
         )
+    recurrent = next((module for module in model.decoder.modules() if compat.is_recurrent(module)), None)
+    if recurrent is not None:
+        raise ValueError(
+            f"the model has a {type(recurrent).__name__}: MegatronRunner keeps keys and values, and no recurrent states"
+        )
     causal = (AttnMaskType.causal, AttnMaskType.padding_causal)
     for name, core in named:
         if core.is_cross or core.attn_mask_type not in causal:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from . import compat
-from .spec import SpecWalk
+from .spec import SpecCopy
 
 _NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
@@ -75,13 +75,10 @@ def use_sequence_parallel_norm(block_spec: Any) -> Any:
     return _NormWalk()(block_spec)
 
 
-class _NormWalk(SpecWalk):
+class _NormWalk(SpecCopy):
     def __init__(self):
-        super().__init__(None)
+        super().__init__()
         self._replaced = compat.lookup("megatron.core.transformer.torch_norm:WrappedTorchNorm")
 
     def _rebuild(self, node: Any) -> Any:
         return SequenceParallelNorm if node is self._replaced else super()._rebuild(node)
-
-    def _core_attention(self, old: Any) -> Any:
-        return self(old)

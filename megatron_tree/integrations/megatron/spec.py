@@ -13,13 +13,15 @@ from ...errors import TreeError
 from . import compat
 from .attention import TreeDotProductAttention
 from .documents import watch_batches
+from .recurrent import ShardedMixer
 
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module  # isort: skip
 from megatron.core.transformer.transformer_layer import TransformerLayer  # isort: skip
 
 
 def use_tree_attention(layer_spec: Any, *, tree_config: TreeConfig | None = None) -> Any:
-    """A copy of a layer or block spec in which every `core_attention` is TreeDotProductAttention.
+    """A copy of a layer or block spec with TreeDotProductAttention as every `core_attention`, and with gated delta nets
+    and Mamba mixers that run on shards of a sequence.
 
     The `cp_comm_type` of a layer then chooses its schedule; None means "tree". The spec of a hybrid stack has layers
     that a model may not use: beside plain dense attention, another kind is an error only when it is built.
@@ -29,15 +31,16 @@ def use_tree_attention(layer_spec: Any, *, tree_config: TreeConfig | None = None
             functools.partial. It is not changed; parts without attention are shared with the result.
         tree_config: TreeConfig that fixes grid, backend or wire format of these layers.
     Returns: the same type as `layer_spec`; `layer_spec` itself if nothing has to change.
-    Raises: ValueError if it has no core attention, or none that is plain dense attention.
+    Raises: ValueError if it has no core attention and no recurrent layer, or no attention that is plain and dense.
     """
-    walk = SpecWalk(tree_config)
+    walk = SpecForTree(tree_config)
     result = walk(layer_spec)
     if not walk.found and walk.refused:
         raise not_plain_attention(walk.refused[0])
     if not walk.found:
         raise ValueError(
-            f"no core_attention found in {type(layer_spec).__name__}: pass a layer spec, a block spec or a list of them"
+            f"no core_attention and no recurrent layer found in {type(layer_spec).__name__}: pass a layer spec, a "
+            "block spec or a list of them"
         )
     return result
 
@@ -87,7 +90,7 @@ def core_attention_for_tree(core_attention: Any) -> Any:
 
     If it is not plain dense attention, building the replacement is a ValueError.
     """
-    return core_attention if is_tree(core_attention) else SpecWalk(_installed_config)._core_attention(core_attention)
+    return core_attention if is_tree(core_attention) else SpecForTree(_installed_config).core_attention(core_attention)
 
 
 class NotPlainAttention:
@@ -104,13 +107,10 @@ def not_plain_attention(module: Any) -> ValueError:
     )
 
 
-class SpecWalk:
-    """Copies a nesting of specs and replaces every `core_attention` in it; a part that occurs twice is copied once."""
+class SpecCopy:
+    """Copies a nesting of specs with some parts replaced; a part that occurs twice is copied once."""
 
-    def __init__(self, tree_config: TreeConfig | None):
-        self.tree_config = tree_config
-        self.found = False  # plain attention
-        self.refused: list[Any] = []  # modules of core attention of other kinds
+    def __init__(self):
         self._done: dict[int, tuple[Any, Any]] = {}  # keeps the original alive: its id must not be reused
 
     def __call__(self, node: Any) -> Any:
@@ -118,13 +118,15 @@ class SpecWalk:
             self._done[id(node)] = (node, self._rebuild(node))
         return self._done[id(node)][1]
 
+    def _field(self, name: str, value: Any) -> Any:
+        """The field of a dataclass in the copy."""
+        return self(value)
+
     def _rebuild(self, node: Any) -> Any:
         if dataclasses.is_dataclass(node) and not isinstance(node, type):
             result = copy.copy(node)
             for field in dataclasses.fields(node):
-                old = getattr(node, field.name)
-                new = self._core_attention(old) if field.name == "core_attention" and old is not None else self(old)
-                object.__setattr__(result, field.name, new)
+                object.__setattr__(result, field.name, self._field(field.name, getattr(node, field.name)))
             same = all(getattr(result, field.name) is getattr(node, field.name) for field in dataclasses.fields(node))
             return node if same else result
         if isinstance(node, functools.partial):
@@ -142,7 +144,39 @@ class SpecWalk:
             return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
         return node
 
-    def _core_attention(self, old: Any) -> Any:
+
+class MixersForTree(SpecCopy):
+    """Replaces the mixers with a recurrent state."""
+
+    def __init__(self, tree_config: TreeConfig | None):
+        super().__init__()
+        self.tree_config = tree_config
+        self.found = False  # something that was replaced, or is ours
+
+    def _rebuild(self, node: Any) -> Any:
+        if not isinstance(node, ModuleSpec):
+            return super()._rebuild(node)
+        ours = tree_mixer(node.module)
+        if ours is None:
+            return super()._rebuild(node)
+        self.found = True
+        params = {**(node.params or {})} | ({} if self.tree_config is None else {"tree_config": self.tree_config})
+        if ours is node.module and params == node.params:
+            return node
+        return dataclasses.replace(node, module=ours, params=params)
+
+
+class SpecForTree(MixersForTree):
+    """Replaces every `core_attention`, too."""
+
+    def __init__(self, tree_config: TreeConfig | None):
+        super().__init__(tree_config)
+        self.refused: list[Any] = []  # modules of core attention that is not plain attention
+
+    def _field(self, name: str, value: Any) -> Any:
+        return self.core_attention(value) if name == "core_attention" and value is not None else self(value)
+
+    def core_attention(self, old: Any) -> Any:
         if getattr(old, "module", None) is NotPlainAttention:
             return old
         if getattr(old, "submodules", None) is not None:
@@ -155,6 +189,23 @@ class SpecWalk:
         return ModuleSpec(module=TreeDotProductAttention, params=params)
 
 
+def tree_mixer(module: Any) -> type | None:
+    """The mixer over a sharded sequence that replaces a mixer of Megatron's, ours for ours; None for anything else."""
+    if isinstance(module, type) and issubclass(module, ShardedMixer):
+        return module
+    name = compat.mixer_name(module)
+    if name is None:
+        return None
+    # they derive from Megatron's classes, whose packages a model without such layers does not need
+    if name == "GatedDeltaNet":
+        from .gated_delta_net import TreeGatedDeltaNet
+
+        return TreeGatedDeltaNet
+    from .mamba import TreeMambaMixer
+
+    return TreeMambaMixer
+
+
 def is_tree(core_attention: Any) -> bool:
     """Whether a `core_attention` entry of a spec builds TreeDotProductAttention, or a subclass of it."""
     module = get_module(core_attention) if isinstance(core_attention, ModuleSpec) else core_attention
@@ -163,12 +214,13 @@ def is_tree(core_attention: Any) -> bool:
 
 # The plugin ----------------------------------------------------------------------------------------------------------
 
-_patches: dict[type, tuple[Any, Any]] = {}  # class -> (its own constructor, ours)
+_patches: dict[tuple[type, str], tuple[Any, Any]] = {}  # (class, method) -> (its own, ours)
 _installed_config: TreeConfig | None = None
 
 
 def install(*, tree_config: TreeConfig | None = None) -> None:
-    """Build every attention layer whose `cp_comm_type` is "tree" or "a2a+tree" with TreeDotProductAttention.
+    """Build every attention layer whose `cp_comm_type` is "tree" or "a2a+tree" with TreeDotProductAttention, and run
+    gated delta nets and Mamba mixers with such a type on shards of the sequence.
 
     From now on `TransformerConfig(context_parallel_size=..., cp_comm_type="tree")` is all that a user sets, with any
     layer spec (local, TransformerEngine, MLA). Other layers are unchanged. A list in `cp_comm_type` then also works in
@@ -185,15 +237,18 @@ def install(*, tree_config: TreeConfig | None = None) -> None:
         default_config()  # raises for a bad file, before a model is built
     if not _patches:
         compat.megatron_version()
-        attention = compat.attention_classes()
+        attention, models = compat.attention_classes(), compat.model_classes()
         layer = compat.lookup("megatron.core.transformer.transformer_layer:TransformerLayer")
-        model = compat.lookup("megatron.core.models.gpt.gpt_model:GPTModel")
+        mamba = compat.lookup("megatron.core.ssm.mamba_layer:MambaLayer")
+        config = compat.lookup("megatron.core.transformer.transformer_config:TransformerConfig")
         misread = compat.misreads_cp_comm_type_list()  # the last thing that may raise
         for cls in attention:
             _wrap(cls, _with_tree_submodules)
-        if misread:
-            _wrap(layer, _with_fixed_list)
-        _wrap(model, _with_watched_batches)
+        _wrap(mamba, _with_mixers_for_tree)
+        _wrap(layer, _with_mixers_and_fixed_list if misread else _with_mixers_for_tree)
+        for cls in models:
+            _wrap(cls, _with_watched_batches)
+        _replace(config, "__post_init__", compat.checked_without_exchange(config.__post_init__))
     _installed_config = tree_config
 
 
@@ -203,14 +258,13 @@ def uninstall() -> None:
     Raises: TreeError if another patch has replaced the same constructors since then; undo that patch first.
     """
     global _installed_config
-    covered = [cls.__name__ for cls, (_, ours) in _patches.items() if cls.__init__ is not ours]
+    replaced = {f"{cls.__name__}.{name}": getattr(cls, name) is ours for (cls, name), (_, ours) in _patches.items()}
+    covered = [name for name, is_ours in replaced.items() if not is_ours]
     if covered:
-        raise TreeError(
-            f"{', '.join(covered)}.__init__ was replaced after install(): undo that patch first, then uninstall()"
-        )
+        raise TreeError(f"{', '.join(covered)} was replaced after install(): undo that patch first, then uninstall()")
     while _patches:
-        cls, (original, _) = _patches.popitem()
-        cls.__init__ = original
+        (cls, name), (original, _) = _patches.popitem()
+        setattr(cls, name, original)
     _installed_config = None
 
 
@@ -221,9 +275,12 @@ def is_installed() -> bool:
 
 def _wrap(cls: type, make) -> None:
     original = cls.__init__
-    wrapper = functools.wraps(original)(make(original, inspect.signature(original)))
-    _patches[cls] = (original, wrapper)
-    cls.__init__ = wrapper
+    _replace(cls, "__init__", functools.wraps(original)(make(original, inspect.signature(original))))
+
+
+def _replace(cls: type, name: str, ours: Any) -> None:
+    _patches[cls, name] = (getattr(cls, name), ours)
+    setattr(cls, name, ours)
 
 
 def _with_tree_submodules(original, signature):
@@ -251,5 +308,19 @@ def _with_fixed_list(original, signature):
     def init(self, *args, **kwargs):
         with compat.fixed_cp_comm_type_list(signature.bind(self, *args, **kwargs).arguments["config"]):
             return original(self, *args, **kwargs)
+
+    return init
+
+
+def _with_mixers_and_fixed_list(original, signature):
+    return _with_mixers_for_tree(_with_fixed_list(original, signature), signature)
+
+
+def _with_mixers_for_tree(original, signature):
+    def init(self, *args, **kwargs):
+        call = signature.bind(self, *args, **kwargs)
+        if compat.uses_tree(call.arguments["config"]):
+            call.arguments["submodules"] = MixersForTree(_installed_config)(call.arguments["submodules"])
+        return original(*call.args, **call.kwargs)
 
     return init

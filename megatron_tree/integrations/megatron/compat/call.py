@@ -13,17 +13,31 @@ from .release import lookup, megatron_lm_arguments, megatron_version
 HARMLESS_ARGUMENTS = frozenset({"name", "num_splits"})
 
 
-def process_groups(pg_collection: Any) -> tuple[Any, Any]:
-    """(tensor-parallel group, context-parallel group); by default those of Megatron's parallel state."""
+def layer_groups(config: Any, pg_collection: Any) -> tuple[Any, Any]:
+    """(tensor-parallel group, context-parallel group) of a layer; by default those of Megatron's parallel state.
+
+    The latter is None for one rank. Raises: ValueError if it has not `config.context_parallel_size` ranks.
+    """
     if pg_collection is None:
         parallel_state = importlib.import_module("megatron.core.parallel_state")
-        return parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
-    for name in ("tp", "cp"):
-        if getattr(pg_collection, name, None) is None:
-            raise ValueError(
-                f"pg_collection has no process group {name!r}: TreeDotProductAttention needs 'tp' and 'cp'"
-            )
-    return pg_collection.tp, pg_collection.cp
+        tp_group = parallel_state.get_tensor_model_parallel_group()
+        cp_group = parallel_state.get_context_parallel_group()
+    else:
+        for name in ("tp", "cp"):
+            if getattr(pg_collection, name, None) is None:
+                raise ValueError(
+                    f"pg_collection has no process group {name!r}: a layer with a tree needs 'tp' and 'cp'"
+                )
+        tp_group, cp_group = pg_collection.tp, pg_collection.cp
+    cp_size = config.context_parallel_size
+    if cp_size == 1:
+        return tp_group, None  # the configuration decides, even if the group has more ranks
+    if cp_group.size() != cp_size:
+        raise ValueError(
+            f"context_parallel_size={cp_size} in the TransformerConfig, but the context-parallel group has "
+            f"{cp_group.size()} ranks: initialize Megatron's parallel state with the same size"
+        )
+    return tp_group, cp_group
 
 
 def token_group(model: Any) -> Any:

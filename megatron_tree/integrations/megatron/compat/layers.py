@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ....log import say_once
-from .release import UnsupportedMegatronError, lookup, megatron_version
+from .release import UnsupportedMegatronError, has_module, lookup, megatron_version
 
 
 def attention_classes() -> tuple[type, ...]:
@@ -31,6 +31,13 @@ def attention_classes() -> tuple[type, ...]:
                 f"{cls.__module__}.{cls.__name__} takes no argument {sorted(missing)}"
             )
     return classes
+
+
+def model_classes() -> tuple[type, ...]:
+    """The models that take packed batches; of hybrid stacks, MambaModel is HybridModel from 0.18 on."""
+    hybrid = "megatron.core.models.hybrid.hybrid_model"
+    named = f"{hybrid}:HybridModel" if has_module(hybrid) else "megatron.core.models.mamba.mamba_model:MambaModel"
+    return lookup("megatron.core.models.gpt.gpt_model:GPTModel"), lookup(named)
 
 
 def decoder_layer_specs(config: Any, *, vp_stage: int | None, pp_group: Any) -> list[Any]:
@@ -135,11 +142,6 @@ def switched_off(switches: list[tuple[Any, str]]):
     finally:
         for owner, name in switches:
             setattr(owner, name, True)
-
-
-def is_recurrent(module: Any) -> bool:
-    """Whether a module is a Mamba or GatedDeltaNet layer."""
-    return any(cls.__name__ in ("MambaMixer", "GatedDeltaNet") for cls in type(module).__mro__)
 
 
 def normed_input(projection: nn.Module, x: Tensor, config: Any) -> Tensor:

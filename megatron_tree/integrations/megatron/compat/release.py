@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import sys
 import warnings
 from collections.abc import Iterator
@@ -68,6 +69,14 @@ def lookup(path: str) -> Any:
         raise UnsupportedMegatronError(
             f"megatron-core {megatron_version()} has no {path}, which is needed here ({error})"
         ) from error
+
+
+def has_module(name: str) -> bool:
+    """Whether this release of megatron-core has a module of this name, in a package that it has or has not."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def is_patched() -> bool:
