@@ -30,10 +30,7 @@ class Shards:
 
         convolution: [b, t, c] -> [b, t, c] of rows with zeros before them.
         """
-        before = width - 1
-        if before == 0:
-            return convolution(x)
-        return tree_convolution(lambda rows: convolution(rows)[:, before:], x, before, **vars(self))[0]
+        return convolution(x) if width == 1 else tree_convolution(convolution, x, width - 1, **vars(self))[0]
 
     def recur(
         self, kernel: Kernel, inputs: tuple[Tensor, ...], v: Tensor, *, head_dim: int, decay: Decay | None = None
