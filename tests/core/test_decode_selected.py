@@ -1,11 +1,18 @@
 """tree_select and attention to what it selects, in real processes, against the float64 oracle; ties included."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import TreeConfig, tree_decode, tree_select
-from megatron_tree.config import SELECT_SCHEDULES
+from megatron_tree import TreeConfig, comm, tree_decode, tree_select
+from megatron_tree.attention.decode import DecodeStep
+from megatron_tree.attention.decode_call import DecodeOptions
+from megatron_tree.attention.topology import GroupTopology
+from megatron_tree.config import DECODE_SCHEDULES, SELECT_SCHEDULES
+from megatron_tree.kernels import KVCache
+from megatron_tree.plan import plan_select
 from support.decoding import decode_inputs, same_everywhere
 from support.ranks import largest, run_distributed
 from support.rounding import error, rounding
@@ -25,6 +32,13 @@ def _case(rank, world, seed):
     return *qkv, index_inputs(len(LENGTHS), QUERIES, TOTAL, seed), positions_of(rank, owners, LENGTHS), q_positions
 
 
+def unread(x, rows):
+    """x [b, s, ...] with NaN in the slots that no query of their row has selected: nobody may read them."""
+    kept = torch.zeros(x.shape[0], x.shape[1] + 1, dtype=torch.bool)
+    kept.scatter_(1, (rows.long() % (x.shape[1] + 1)).flatten(1), True)
+    return x.masked_fill(~kept[:, :-1, None, None], float("nan"))
+
+
 def _select(rank, world, transport):
     """Every schedule, dense and in pages: the oracle's keys on some rank each, attention to them, the same bits."""
     worst, group = 0.0, dist.group.WORLD
@@ -41,6 +55,7 @@ def _select(rank, world, transport):
             rows = tree_select(*index[:2], local_i, **seen, schedule=schedule, **call)
             assert rows.dtype == torch.int32 and rows.shape[2] <= min(TOPK, positions.shape[1])
             assert torch.equal(chosen_by_all(rows, positions, TOTAL), keep.int()), (seed, schedule)
+        local_k, local_v = (unread(x, rows) for x in (local_k, local_v))
         of_decode = dict(selected=rows, sinks=sinks, cp_group=group, config=config, return_lse=True)
         out, lse = tree_decode(q, local_k, local_v, **of_decode)
         assert same_everywhere(out) and same_everywhere(lse)
@@ -56,3 +71,127 @@ def _select(rank, world, transport):
 @pytest.mark.parametrize(("world", "transport"), [(1, "auto"), (2, "auto"), (3, "direct"), (4, "builtin"), (4, "shm")])
 def test_selected_keys_are_the_oracles(world, transport):
     assert largest(run_distributed(_select, world, transport)) < rounding(TOTAL)
+
+
+def _layers(rank, world):
+    """The layers of a step share a plan, whatever each selects; every schedule; heads that are split over the ranks."""
+    group, worst, step = dist.group.WORLD, 0.0, DecodeStep()
+    options = DecodeOptions(group, TreeConfig(timeout_s=60))
+    for seed in range(3):
+        q, k, v, index, positions, q_positions = _case(rank, world, seed)
+        q, q_positions = q[:, -1:], q_positions[:, -1:]
+        index = [x[:, -1:] for x in index[:2]] + index[2:]
+        truth, _ = oracle(q, k, v, oracle_keep(index, TOPK + seed, q_positions, LENGTHS))
+        local_k, local_v, local_i = (held(x, positions) for x in (k, v, index[2]))
+        seen = dict(q_positions=q_positions, cache_positions=positions)
+        rows = tree_select(*index[:2], local_i, topk=TOPK + seed, cp_group=group, **seen)
+        out, _ = step.decode(q, KVCache(local_k, local_v, selected=rows), options)
+        worst = largest((worst, error(out, truth)))
+        for schedule in set(DECODE_SCHEDULES) - {"ring"}:
+            out = tree_decode(q, local_k, local_v, selected=rows, cp_group=group, schedule=schedule)
+            worst = largest((worst, error(out, truth)))
+        shares = [4] if world == 1 else [1, 3]
+        mine = slice(sum(shares[:rank]), sum(shares[: rank + 1]))
+        call = dict(selected=rows, cp_group=group, head_shares=shares)
+        out = tree_decode(q[:, :, mine], local_k, local_v, **call)
+        worst = largest((worst, error(out, truth[:, :, mine])))
+    assert len(step._known) == world, "with 2 ranks the shards of seed 0 have another length"
+    return worst
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_layers_that_select_their_own_keys(world):
+    assert largest(run_distributed(_layers, world)) < rounding(TOTAL)
+
+
+BATCH, WIDE, MANY = 5, 32, 128  # rows of one query, and keys of each
+
+
+def _bytes(rank, world):
+    """({what: bytes that this rank sends}; of schedules also those of the plan), and the keys that it has selected.
+    Of MANY keys some have the score 0, as have others."""
+    group, config = dist.group.WORLD, TreeConfig(transport="direct", timeout_s=60)
+    g = torch.Generator().manual_seed(0)
+    q, w, k = (torch.randn(BATCH, *shape, generator=g) for shape in ((1, 3, 4), (1, 3), (200, 4)))
+    mine = slice(rank, None, world)
+    seen = dict(q_positions=torch.tensor([199]), cache_positions=torch.arange(200)[mine])
+    net, sent = GroupTopology.over_cache(group, q.device, config), {}
+
+    def bytes_of(function, *args, **options):
+        function(*args, **options, cp_group=group, config=config)  # the first call also compares the calls
+        with comm.record() as log:
+            result = function(*args, **options, cp_group=group, config=config)
+        return sum(x.bytes for x in log), result
+
+    for schedule in SELECT_SCHEDULES[1:]:
+        said, _ = plan_select(
+            world, rows=BATCH, topk=WIDE, topology=net.topology, placement=net.placement, schedule=schedule
+        )
+        found, rows = bytes_of(tree_select, q, w, k[:, mine], topk=WIDE, **seen, schedule=schedule)
+        sent[schedule] = found, round(said.cost.bytes), said.bits
+    sent["ties"], _ = bytes_of(tree_select, q, w, k[:, mine], topk=MANY, **seen, schedule="counts")
+    sent["few"], _ = bytes_of(tree_select, q, w, k[:, mine], topk=200, **seen)
+    sent["known"], _ = bytes_of(tree_select, q, w, k[:, mine], topk=100, **seen, max_seqlen=100)
+    keys = torch.randn(BATCH, len(k[0, mine]), 1, 6)
+    of_decode = dict(schedule="allgather", head_dim_v=4)
+    query = torch.ones(BATCH, 1, 2, 6)
+    sent["decode"], _ = bytes_of(tree_decode, query, keys, None, selected=rows, **of_decode)
+    return sent, int((rows >= 0).sum())
+
+
+def test_bytes_are_those_of_the_formula():
+    p, lists = 4, 8 * WIDE * BATCH
+    share = math.ceil(BATCH / p) * 8 * WIDE
+    want = dict(allgather=(p - 1) * lists, butterfly=2 * lists, scatter=2 * (p - 1) * share, two_level=(p - 1) * lists)
+    results = run_distributed(_bytes, p)
+    for sent, _ in results:
+        for schedule, num_bytes in want.items():
+            assert sent[schedule][0] == num_bytes, schedule
+            assert sent[schedule][1] == num_bytes, schedule
+        counted, said, bits = sent["counts"]
+        assert counted == said == math.ceil(32 / bits) * (p - 1) * BATCH * 4 * 2**bits
+        assert sent["ties"] == 2 * counted
+        assert sent["few"] == sent["known"] == 0
+        assert sent["decode"] == (p - 1) * BATCH * 2 * 5 * 4
+    assert sum(rows for _, rows in results) == BATCH * WIDE
+
+
+def _refusals(rank, world):
+    """What every rank is told where all are wrong, where the last one is, and where they differ."""
+    group, said = dist.group.WORLD, []
+    q, k, v, index, positions, q_positions = _case(rank, world, 0)
+    local_k, local_v, local_i = (held(x, positions) for x in (k, v, index[2]))
+    call = dict(index_q=index[0], index_weights=index[1], index_k=local_i, topk=4, cp_group=group)
+    call |= dict(q_positions=q_positions, cache_positions=positions)
+    rows = tree_select(**call)
+    attend = dict(q=q, k_cache=local_k, v_cache=local_v, cp_group=group, selected=rows)
+    bad = [dict(topk=0), dict(topk=True), dict(topk=2.0), dict(max_seqlen="many"), dict(schedule="ring")]
+    bad += [dict(index_q=q[0]), dict(index_weights=index[1][:, :1]), dict(index_k=local_i[..., :3])]
+    bad += [dict(index_k=local_i.half()), dict(cache_positions=None, q_positions=None), dict(q_positions=None)]
+    bad += [dict(cache_positions=positions[:, 1:]), dict(block_table=torch.zeros(3, 1, dtype=torch.int32))]
+    of_decode = [dict(selected=rows.long()), dict(selected=rows[:, :1]), dict(selected=rows + 100)]
+    of_decode += [dict(selected=rows - 2), dict(schedule="ring"), dict(window_size=(4, 0))]
+    of_decode += [dict(q_positions=q_positions, cache_positions=positions), dict(alibi_slopes=torch.ones(4))]
+    cases = [(tree_select, call, change) for change in bad]
+    cases += [(tree_decode, attend, change) for change in of_decode]
+    for function, given, change in cases:
+        for wrong in (True, rank == world - 1):
+            with pytest.raises(ValueError) as caught:
+                function(**given | (change if wrong else {}))
+            said.append(str(caught.value))
+    for change in (dict(topk=4 + rank), dict(softmax_scale=1.0 + rank), dict(max_seqlen=3 if rank else 100)):
+        with pytest.raises(ValueError, match="differ"):
+            tree_select(**call | change)
+    return said
+
+
+def test_refusals_reach_all_ranks():
+    first, second = run_distributed(_refusals, 2)
+    names = ["topk=0", "topk=True", "topk=2.0", "max_seqlen='many'", "schedule='ring'", "index_q must be a 4-D"]
+    names += ["index_weights (3, 1, 3)", "head_dim 4", "dtype torch.float32", *["needs q_positions"] * 2]
+    names += ["cache_positions must be", "block_table needs cache_seqlens", *["selected must be int32 [3, 3"] * 2]
+    names += ["slots of this rank's", "selected holds -3", "'ring'", "window_size", "q_positions", "alibi_slopes"]
+    for said in (first, second):
+        for i, name in enumerate(names):
+            assert name in said[2 * i] and name in said[2 * i + 1], (name, said[2 * i : 2 * i + 2])
+    assert len(first) == 2 * len(names) and all(text.startswith("rank 1") for text in first[1::2])

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_tree import energy, merge
+from megatron_tree import comm, energy, merge
 from support.states import merged
 
 NEG_INF = float("-inf")
@@ -109,3 +109,33 @@ def test_lse_travels_bit_for_bit(s, wire):
     out, lse = s[0][0], s[1][0]
     o, l = merge.unpack_state(merge.pack_state(out, lse, wire), torch.float32)
     assert torch.equal(l, lse) and torch.equal(o, out.to(wire))
+
+
+def test_lists_are_in_the_order_of_scores_and_positions():
+    inf = float("inf")
+    scores = torch.tensor([3.0, -0.0, 0.0, inf, -2.5, 0.0, 1e-40, -inf, -1e-40, 3.0])
+    positions = torch.tensor([7, 9, 2, 4, 1, (1 << 32) - 2, 5, 0, 6, 3])
+    entries = merge.ranked(scores, positions)
+    order = sorted(range(len(scores)), key=lambda i: (-float(scores[i]), int(positions[i])))
+    assert entries.argsort(descending=True).tolist() == order
+    assert len(set(entries.tolist())) == len(entries) and int(entries.min()) > merge.NO_ENTRY
+
+
+def test_merging_lists_in_any_tree():
+    """Short ones and empty ones among them; the k-th entry by counting is that of the merged list."""
+    g, k = torch.Generator().manual_seed(0), 12
+    lists = torch.full((5, 3, k), merge.NO_ENTRY)
+    for i, count in enumerate((12, 3, 0, 12, 7)):
+        scores = torch.randint(-2, 3, (3, count), generator=g) * torch.rand(1, generator=g)
+        positions = torch.randperm(1000, generator=g)[:count] * 5 + i
+        lists[i, :, :count] = merge.ranked(scores.float(), positions).sort(descending=True).values
+    whole = merge.ListReducer.merge(lists)
+    assert torch.equal(whole, lists.transpose(0, 1).flatten(1).sort(descending=True).values[:, :k])
+    two = [merge.ListReducer.merge(x) for x in (lists[:2], lists[2:])]
+    assert torch.equal(merge.ListReducer.merge(torch.stack(two)), whole)
+    assert torch.equal(merge.ListReducer.merge(lists[2:3]), lists[2])
+    every, call = lists.transpose(0, 1).flatten(1), dict(transport="auto", timeout_s=60)
+    for bits in (1, 6, 8, 11):
+        for some in (1, k, 34, 35):
+            threshold = comm.kth_largest(every, some, bits, None, **call)
+            assert ((every >= threshold[:, None]) & (every != merge.NO_ENTRY)).sum(1).tolist() == [min(some, 34)] * 3
