@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from ..attention.token_shares import HeadsForTokens, count_tokens, shares_by_rank
 from ..comm import Team
 from ..config import TreeConfig, default_config
+from ..layout import Dispatched
 from . import Append, ShardedCache, View
 from .latent import LatentHeads
 from .packed import PackedRows
@@ -91,6 +93,14 @@ class ForwardPass:
     def end(self) -> int:
         """Tokens of the longest row, with the new ones."""
         return max(self.append.first) + self.append.num_tokens
+
+    @functools.cached_property
+    def layout(self) -> Dispatched:
+        """Sharded: the new tokens over the ranks, for layers that pass states on: all ranks have as many rows, at least
+        two, since one token would be a step."""
+        first, n = self.append.first[0], self.append.num_tokens
+        runs = tuple(tuple((position - first, count) for position, count in share) for share in self.shares)
+        return Dispatched((n,), (n,), runs, max(2, *map(count_tokens, self.shares)))
 
     def new_positions(self, device: torch.device) -> Tensor:
         """int64 [b, n]: those of each row's new tokens."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..attention.token_shares import count_tokens
 from ..comm import Team, broadcast, collective_call, group_size, monitored, process_group, shared_checks
 from ..config import DECODE_SCHEDULES, TreeConfig, check_choice, default_config
 from . import ShardedCache
@@ -79,8 +80,13 @@ class RowRunner:
 
     @property
     def has_states(self) -> bool:
-        """Whether the model has recurrent layers: rows can't go back, and every rank runs all tokens of a prompt."""
+        """Whether the model has recurrent layers: rows can't go back."""
         return False
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether each rank runs its share of a long prompt; all of it if not."""
+        return self.head_shares is None or self.weight_gathering is not None
 
     @property
     def depends_on_host(self) -> str | None:
@@ -150,8 +156,8 @@ class RowRunner:
         """Append a prompt, or more of it, to a row; in chunks of chunk_size tokens. Collective over token_group.
 
         Every rank runs its share of a chunk through the whole network. All ranks run all tokens of chunks shorter than
-        a page for each rank, with sharded=False, with recurrent layers and, of a model whose weights are split, where
-        that moves fewer bytes. A failure removes the tokens of its chunk again; those of earlier chunks stay.
+        a page for each rank, with sharded=False and, of a model whose weights are split, where that moves fewer bytes.
+        A failure removes the tokens of its chunk again; those of earlier chunks stay.
 
         Args:
             tokens: int64 [n], n >= 1.
@@ -176,7 +182,7 @@ class RowRunner:
     def _prefill(self, row: int, tokens: Tensor, sharded: bool = True, progress=None) -> Tensor:
         begin, total = 0, len(tokens)
         while begin < total:
-            chunk = tokens[begin : begin + (self._most_in_pass(row) or self.chunk_size)]
+            chunk = tokens[begin : begin + self.chunk_size]
             tell = None
             if progress is not None:
                 done, n = begin, len(chunk)
@@ -236,19 +242,10 @@ class RowRunner:
         for row, new in whole.items():
             if len(new) > n:
                 self._prefill(row, new[:-n])
-        most = min((most for row in rows if (most := self._most_in_pass(row)) is not None), default=n)
-        logits = []
-        for new in tokens.split(most, 1):
-            if self._graphs is not None and new.shape[1] == 1:
-                logits.append(self._graphs.step(rows, new))
-                continue
-            with self._forward_pass(rows, new.shape[1]) as forward:
-                logits.append(self._run(forward, new, forward.new_positions(self.device), keep=None).float())
-        return torch.cat(logits, 1)
-
-    def _most_in_pass(self, row: int) -> int | None:
-        """Upper bound of tokens in one pass that continues a row; None: any number."""
-        return None
+        if self._graphs is not None and n == 1:
+            return self._graphs.step(rows, tokens)
+        with self._forward_pass(rows, n) as forward:
+            return self._run(forward, tokens, forward.new_positions(self.device), keep=None).float()
 
     @property
     def _begins_rows(self) -> bool:
@@ -282,18 +279,17 @@ class RowRunner:
             shares, owner = self._token_shares(forward)
             if gathering is not None:
                 with gathering.run([len(positions) for positions in shares], owner):
-                    return self._run_share(forward, chunk, shares[gathering.rank], last=owner == gathering.rank)
-            logits = self._run_share(forward, chunk, shares[self._book.rank], last=owner == self._book.rank)
+                    return self._run_share(forward, chunk, shares, gathering.rank)
+            logits = self._run_share(forward, chunk, shares, self._book.rank)
             wire = {"transport": self.config.transport, "timeout_s": self.config.timeout_s}
             return broadcast(logits.contiguous(), self.cp_group, owner, **wire)
 
     def _shares_tokens(self, num_tokens: int) -> bool:
         """Whether each rank runs its share of a chunk's tokens, not all of them."""
-        if self.weight_gathering is not None:
+        if self.shares_prompts and self.weight_gathering is not None:
             return self.weight_gathering.plan(num_tokens).shares_tokens
         world = self._book.world
-        shares = self.head_shares is None and not self.has_states
-        return shares and world > 1 and num_tokens >= world * self._book.page_size
+        return self.shares_prompts and world > 1 and num_tokens >= world * self._book.page_size
 
     @property
     def _place(self) -> Team | None:
@@ -301,17 +297,24 @@ class RowRunner:
         return None if self.weight_gathering is None else self.weight_gathering.place
 
     def _token_shares(self, forward: ForwardPass) -> tuple[list[Tensor], int]:
-        """(by rank the positions of the tokens that it runs, int64 [n], the rank with the last one)."""
+        """(by rank the positions of the tokens that it runs, int64 [n], the rank with the last one).
+
+        A rank without tokens still runs one; before recurrent layers all ranks run as many, see `ForwardPass.layout`.
+        """
         first, end = forward.append.first[0], forward.end
         owner = next(i for i, runs in enumerate(forward.shares) if runs and sum(runs[-1]) == end)
-        shares = [runs or [(first, 1)] for runs in forward.shares]  # a rank without tokens still runs one
-        ranges = [[torch.arange(start, start + count) for start, count in runs] for runs in shares]
-        return [torch.cat(runs).to(self.device) for runs in ranges], owner
+        least, shares = forward.layout.num_rows if self.has_states else 1, []
+        for runs in forward.shares:
+            ranges = [torch.arange(start, start + count) for start, count in runs]
+            padding = torch.full((max(0, least - count_tokens(runs)),), first)
+            shares.append(torch.cat((*ranges, padding)).to(self.device))
+        return shares, owner
 
-    def _run_share(self, forward: ForwardPass, chunk: Tensor, positions: Tensor, *, last: bool) -> Tensor:
-        """Run one rank's tokens of a chunk; the logits of its last token, or of any if `last` is False."""
+    def _run_share(self, forward: ForwardPass, chunk: Tensor, shares: list[Tensor], rank: int) -> Tensor:
+        """Run one rank's tokens of a chunk; the logits of the last one of them."""
+        positions = shares[rank]
         tokens = chunk[positions - forward.append.first[0]]
-        keep = [len(positions) - 1 if last else 0]
+        keep = [max(0, count_tokens(forward.shares[rank]) - 1)]
         return self._run(forward, tokens[None], positions[None], keep=keep)[0, -1]
 
     def _forward_pass(self, rows, num_tokens: int, *, sharded: bool = False, progress=None):

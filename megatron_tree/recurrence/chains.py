@@ -37,6 +37,7 @@ class Chains:
     segments: tuple[tuple[Segment, ...], ...]
     documents: tuple[tuple[Link, ...], ...]
     is_packed: bool
+    """Whether there may be several documents."""
 
     @functools.cached_property
     def before_others(self) -> Numbers:
@@ -71,7 +72,7 @@ class Chains:
         return chains_of(sum(layout) if isinstance(layout, tuple) else x.shape[1] * world, world, layout)
 
     def check_sequence(self, **given: object) -> None:
-        """Raise ``ValueError`` for what only a single sequence has."""
+        """Raise ``ValueError`` for what only a single sequence has; packed documents are one if there is one."""
         for name, value in given.items():
             if value is not None and value is not False and self.is_packed:
                 raise ValueError(f"{name} is of one sequence, but the layout is of documents: leave it out")
@@ -82,7 +83,7 @@ def chains_of(seq_len: int, world: int, layout: Layout) -> Chains:
     """The chains of a sequence. Raises ``ValueError`` where the layout can't cut it."""
     shard_lengths(seq_len, world, layout)
     segments = tuple(shard_segments(seq_len, rank, world, layout) for rank in range(world))
-    is_packed, documents = isinstance(layout, (Packed, Dispatched)), {}
+    is_packed, documents = isinstance(layout, (Packed, Dispatched)) and len(layout.lengths) != 1, {}
     for rank, of_rank in enumerate(segments):
         for index, segment in enumerate(of_rank):
             documents.setdefault(segment.seq, []).append(Link((rank, index), segment))

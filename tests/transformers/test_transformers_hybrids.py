@@ -38,7 +38,7 @@ def _generation(rank, world, name):
     for chunk in (8, 64):
         result = tree_hf.generate(model, ids, cache=_cache(model, group), chunk_size=chunk, **options)
         assert torch.equal(result.tokens, want[0]), chunk
-        assert result.prefill == "replicated"
+        assert result.prefill == "sharded"
         assert_logits(torch.stack(result.logits, 1), want[1], f"chunks of {chunk}")
     result = tree_hf.generate(model, padded, attention_mask=mask, cache=_cache(model, group), **options)
     for row, (tokens, logits) in enumerate(of_rows):

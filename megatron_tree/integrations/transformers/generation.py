@@ -35,7 +35,7 @@ class Generation:
     cache: TreeCache
     """The cache after the last step; it holds all tokens of each row but the last one."""
     prefill: str
-    """How the prompt was run: "sharded", or "replicated" as asked for, or as recurrent layers need it."""
+    """How the prompt was run: "sharded", or "replicated": as asked for, or as `Runner.shares_prompts` tells."""
     prefill_s: float = 0.0
     """Time of the prompts."""
     first_token_s: float = 0.0
@@ -74,8 +74,7 @@ def generate(
         max_new_tokens: maximum number of new tokens.
         eos_token_id: token or tokens that end a row.
         attention_mask: [b, s] with 0 for padding on the left or on the right, which is neither run nor cached.
-        prefill: "sharded": every rank runs its share of a prompt; "replicated": every rank runs all of it, as always
-            for models with recurrent layers.
+        prefill: "sharded": every rank runs its share of a prompt; "replicated": every rank runs all of it.
         chunk_size, cuda_graphs: see `Runner`.
         progress: called as progress(done, total) during the prefill, in tokens.
         keep_logits: keep the logits of every new token.
@@ -88,7 +87,7 @@ def generate(
         check_model(model)
         check_choice("prefill", prefill, PREFILLS)
         runner = Runner(model, cache, token_group=token_group, chunk_size=chunk_size, cuda_graphs=cuda_graphs)
-        prefill = "replicated" if runner.has_states else prefill
+        prefill = prefill if runner.shares_prompts else "replicated"
         prompts = _check_prompts(model, input_ids, attention_mask, cache, max_new_tokens, runner.vocab_size)
         scheduler = Scheduler(
             runner,

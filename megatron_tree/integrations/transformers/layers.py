@@ -6,6 +6,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionLayer
 
 from .architectures import LayerKind
+from .recurrent import RecurrentRun
 
 
 class Slots(dict):
@@ -46,7 +47,11 @@ class TreeCacheLayer(CacheLayerMixin):
 
 
 class RecurrentLayer(LinearAttentionLayer):
-    """Of a recurrent layer: it has the states of one run at a time, see `ModelRuns`."""
+    """Of a recurrent layer: it has the states of one run at a time, see `ModelRuns`.
+
+    Attributes:
+        run: of the layer over this rank's tokens of a prompt (recurrent_prefill.py); None: it runs all tokens.
+    """
 
     is_compileable = False
     is_croppable = False
@@ -54,6 +59,19 @@ class RecurrentLayer(LinearAttentionLayer):
     def __init__(self, layer_idx: int, num_states: int):
         super().__init__(num_states)
         self.layer_idx = layer_idx
+        self.run: RecurrentRun | None = None
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs) -> Tensor:
+        """Take new inputs [b, c, n]; returns them, with those before them unless the run puts them there."""
+        if self.run is None:
+            return super().update_conv_state(conv_states, state_idx, **kwargs)
+        self.run.conv_state, self.run.num_final_rows = self.conv_states[state_idx], kwargs["conv_kernel_size"]
+        return conv_states
+
+    def finish(self) -> None:
+        """The run over this rank's tokens is over: the convolution's state is what all ranks' tokens leave behind."""
+        run, self.run = self.run, None
+        super().update_conv_state(run.final_conv_state, conv_kernel_size=run.num_final_rows)
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -41,8 +41,8 @@ class RecurrentRun:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this rank has all tokens of one sequence."""
-        return group_size(self.cp_group) == 1 and isinstance(self.layout, str)
+        """Whether this rank has all tokens of one sequence, and functions that are called as they are begin with it."""
+        return group_size(self.cp_group) == 1 and isinstance(self.layout, str) and self.recurrent_state is None
 
     @property
     def options(self) -> dict:

@@ -57,11 +57,13 @@ class _MixerEnd:
         self.needed = needed
 
     def __call__(self, mixer: nn.Module, args, output) -> None:
+        if (shard := current_shard.get()) is None:
+            return
         run = current_run.get()
         current_run.set(None)
-        if run is not None and output is not None:
+        if output is not None:
             check_used(mixer, self.needed, run)
-            current_shard.get().used_by[used_by(mixer.layer_idx)] = None
+            shard.used_by[used_by(mixer.layer_idx)] = None
 
 
 def _remember_shard(layer: nn.Module) -> None:

@@ -63,6 +63,7 @@ class Runner(RowRunner):
             cuda_graphs=cuda_graphs,
         )
         follow_whole_rows(model)
+        cache.runs.follow(model)
 
     @property
     def has_states(self) -> bool:
@@ -83,8 +84,9 @@ class Runner(RowRunner):
     def running(self, forward):
         return self.cache.running(forward)
 
-    def _most_in_pass(self, row: int) -> int | None:
-        return None if self.cache.runs.continues or not self.length(row) else 1
+    @property
+    def shares_prompts(self) -> bool:
+        return super().shares_prompts and self.cache.runs.can_share
 
     def most_at_once(self, length: int) -> int | None:
         limits = [super().most_at_once(length)]
@@ -123,7 +125,7 @@ class Runner(RowRunner):
 
     def _run(self, forward, tokens: Tensor, positions: Tensor, keep: list[int] | None) -> Tensor:
         forward.positions = positions
-        with self._whole_rows(forward):
+        with self._whole_rows(forward), self._recurrent(tokens.shape[1]):
             output = self.model(
                 input_ids=tokens,
                 position_ids=positions,
@@ -132,6 +134,11 @@ class Runner(RowRunner):
                 logits_to_keep=0 if keep is None else torch.tensor(keep, device=self.device),
             )
         return output.logits
+
+    def _recurrent(self, num_tokens: int):
+        options = {"cp_group": self.cp_group, "config": self.config}
+        of_layers = self.cache.runs.of_recurrent(num_tokens, **options)
+        return contextlib.nullcontext() if of_layers is None else of_layers.running()
 
     def _whole_rows(self, forward):
         if self.cache.rope is None:

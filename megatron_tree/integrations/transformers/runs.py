@@ -3,9 +3,9 @@
 `TreeCache.forward_pass` opens and closes a run. A model that is called with the cache alone (`model.generate`, or a
 loop of the user) does neither: its run begins when a layer takes its keys again, and is over when all layers have.
 
-Recurrent states don't grow with the row, so every rank has them whole and runs these layers on all tokens. During a run
-they are in Transformers' cache layers, which models change in place, for all rows together; afterwards each row has its
-own (`RowState`). A run that fails leaves the rows' states as they were.
+Recurrent states don't grow with the row, so every rank has them whole. During a run they are in Transformers' cache
+layers, which models change in place, for all rows together; afterwards each row has its own (`RowState`). A run that
+fails leaves the rows' states as they were.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from torch import Tensor
 from ...cache.forward import ForwardPass
 from ...cache.rows import Row
 from ...cache.states import join_states, split_states
+from ...config import TreeConfig
 from .layers import RecurrentLayer
+from .recurrent_prefill import RecurrentPass, current_pass, follow_passes
 
 NOT_CONTINUED = ("jamba", "zamba")  # their scan of several tokens begins with a state of zeros, whatever the cache has
 
@@ -59,15 +61,22 @@ class ModelRuns:
         forward: the pass of the present run, or of the last one over the batch; None before its first attention layer.
         is_open: whether `TreeCache.forward_pass` has opened it.
         is_begun: whether the model itself has begun one over the batch.
+        can_share: whether a rank can run its own tokens of a prompt.
     """
 
     def __init__(self, num_attending: int, layers: Sequence[RecurrentLayer], *, continues: bool):
-        self.continues, self._num_attending = continues, num_attending
+        self._continues, self._num_attending = continues, num_attending
         self._layers = {layer.layer_idx: layer for layer in layers}
         self._expected = {(layer.layer_idx, i) for layer in layers for i in range(layer.number_of_states)}
         self._reached: set[tuple[int, int]] = set()
         self.forward: ForwardPass | None = None
         self.is_open = self.is_begun = False
+        self.can_share = not layers
+
+    def follow(self, model) -> None:
+        """Make a model's recurrent layers run as `of_recurrent` says, if all are layers whose functions are known."""
+        if self._layers:
+            self.can_share = follow_passes(model) == sorted(self._layers)
 
     @property
     def has_states(self) -> bool:
@@ -140,6 +149,16 @@ class ModelRuns:
         self._reached.add((number, state))
         return before
 
+    def of_recurrent(self, num_tokens: int, *, cp_group, config: TreeConfig | None) -> RecurrentPass | None:
+        """How the recurrent layers run so many tokens on this rank; None: as they do by themselves."""
+        if not self._layers or not self.can_share:
+            return None
+        if self.forward.shares is not None:
+            return RecurrentPass(self._layers, cp_group=cp_group, layout=self.forward.layout, config=config)
+        if self._continues or num_tokens == 1:
+            return None
+        return RecurrentPass(self._layers, cp_group=None, layout="contiguous", config=config)
+
     def give_states(self, rows: Sequence[Row]) -> None:
         """The run is over: the rows have its states now. Raises: ValueError for layers that took none."""
         if missing := sorted({number for number, _ in self._expected - self._reached}):
@@ -154,7 +173,8 @@ class ModelRuns:
 
     def check_update(self, number: int, state: int, num_tokens: int) -> None:
         """Raise ``ValueError`` if a layer can't run so many tokens from the state that it has."""
-        if not self.continues and num_tokens > 1 and self._layers[number].has_previous_state[state]:
+        goes_on = self._continues or current_pass.get() is not None
+        if not goes_on and num_tokens > 1 and self._layers[number].has_previous_state[state]:
             raise ValueError(
                 f"this model's recurrent layers go on with one token at a time (Transformers' scan of several begins "
                 f"anew), not with {num_tokens}: run the whole text at once, or use Runner or generate, which do that"

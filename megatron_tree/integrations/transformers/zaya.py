@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...recurrence.halo import tree_halo
@@ -35,19 +34,32 @@ def cca_projection(
     run: RecurrentRun, original: Callable, module: nn.Module, hidden_states: Tensor, cache, mask: Tensor | None = None
 ) -> tuple[Tensor, ...]:
     """ZAYA's q, k, v [b, s_local, h, d] of hidden_states [b, s_local, c]: projections convolved over the rows before,
-    and half of v from the row before."""
-    if cache is not None or mask is not None:
-        raise ValueError("ZayaCCAProjection runs on shards of a batch without a cache and without padding in its mask")
-    count = module.conv_kernel_size
-    halos, _ = tree_halo(hidden_states, count, **run.options)
-    projected = torch.cat((module.q_proj(halos), module.k_proj(halos)), -1)
-    delayed = module.v_proj_delayed(halos[:, :, -1])
+    and half of v from the row before. A cache has, and gets, those of the rows before the sequence's end."""
+    if mask is not None or (cache is not None and isinstance(run.layout, str)):
+        raise ValueError("ZayaCCAProjection trains on shards without a cache, and without padding in its mask")
+    count, earlier, delayed_before = module.conv_kernel_size, None, None
+    if cache is not None:
+        earlier, delayed_before = cache.get_conv_state(module.layer_idx), cache.get_recurrent_state(module.layer_idx)
+    halos, final = tree_halo(hidden_states, count, return_final=cache is not None, **run.options)
     parts = []
     for rows, number, segment in run.parts(hidden_states.shape[1]):
         before = None
-        if segment is not None:  # a convolution begins with projections of 0, not with those of rows of 0
-            nothing = max(0, count - segment.pos)
-            state = F.pad(projected[:, number, nothing:], (0, 0, nothing, 0))
-            before = _RowsBefore(state.transpose(1, 2), delayed[:, number])
+        if segment is not None:
+            halo, goes_on = halos[:, number], segment.pos or delayed_before is None
+            delayed = module.v_proj_delayed(halo[:, -1]) if goes_on else delayed_before
+            before = _RowsBefore(_projected(module, halo, segment.pos, earlier), delayed)
         parts.append(original(module, hidden_states[:, rows], before))
+    if cache is not None:
+        run.num_final_rows = count
+        run.final_conv_state = _projected(module, final, run.layout.lengths[0], earlier)
+        cache.update_recurrent_state(module.v_proj_delayed(final[:, -1]), module.layer_idx)
     return tuple(torch.cat(x, 1) for x in zip(*parts))
+
+
+def _projected(module: nn.Module, rows: Tensor, pos: int, earlier: Tensor | None) -> Tensor:
+    """What the convolution sees before position pos, [b, c, n]: projections of the n rows there, and where the sequence
+    has not begun, those of a cache or 0 (not those of rows of 0)."""
+    x = torch.cat((module.q_proj(rows), module.k_proj(rows)), -1).transpose(1, 2)
+    missing = max(0, x.shape[-1] - pos)
+    earlier = torch.zeros_like(x) if earlier is None else earlier
+    return torch.cat((earlier[..., x.shape[-1] - missing :], x[..., missing:]), -1)

@@ -1,0 +1,128 @@
+"""Prompts of hybrid models over ranks that run their own tokens each, against plain Transformers."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.ranks import run_distributed
+
+pytest.importorskip("transformers")
+
+import megatron_tree.integrations.transformers as tree_hf
+from megatron_tree.cache.files import model_fingerprint
+from support.hf_architectures import HYBRIDS, assert_logits, random_model
+from support.hf_models import prompt
+
+PAGE, CHUNK = 2, 12
+KINDS = ("qwen3_next", "zaya")  # of every kind of function one is fast
+
+
+def _runner(model, chunk_size=CHUNK):
+    cache = tree_hf.TreeCache(model.config, cp_group=dist.group.WORLD, page_size=PAGE)
+    return tree_hf.Runner(model, cache, chunk_size=chunk_size)
+
+
+class _Counted:
+    """Tokens that a model's layers have run on this rank."""
+
+    def __init__(self, model):
+        self.tokens = 0
+        model.model.layers[0].register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, layer, args, kwargs):
+        self.tokens += (args[0] if args else kwargs["hidden_states"]).shape[1]
+
+
+def _crowd(runner, rank):
+    """Let one rank hold so many pages that it gets none of the next prompts."""
+    store = runner.store
+    rows = [runner.add() for _ in range(24 * store.book.world)]
+    for row in rows:
+        store.append([row], PAGE)
+    for row in rows:
+        if store.book.rows[row].parts[0].rank != rank:
+            runner.remove(row)
+
+
+def _prompts(rank, world, name, folder):
+    """A prompt in chunks, a next turn that begins within a page, a copy, and what was saved, go on with more tokens."""
+    model = random_model(name)
+    texts = [prompt(1, 61, seed=seed)[0] for seed in (1, 2)]
+    texts[1][:43] = texts[0][:43]
+    with torch.no_grad():
+        want = [model(text[None]).logits[0] for text in texts]
+    fingerprint = model_fingerprint(model)
+    model.set_attn_implementation("tree")
+    runner, counted = _runner(model), _Counted(model)
+    row = runner.add()
+
+    def check(logits, i, end, what):
+        assert_logits(logits, want[i][end - 1], what)
+
+    check(runner.prefill(row, texts[0][:29]), 0, 29, "chunks")
+    assert counted.tokens <= -(-29 // world) + 3 * PAGE, "a rank runs its own tokens"
+    check(runner.step([row], texts[0][None, 29:30])[0, 0], 0, 30, "a step")
+    check(runner.prefill(row, texts[0][30:43]), 0, 43, "a next turn")
+    several = runner.step([row], texts[0][None, 43:47])[0]
+    assert_logits(several, want[0][43:47], "several tokens of a row that goes on")
+    if world == 1:
+        return
+    runner.remove(row)
+    row = runner.add()
+    runner.prefill(row, texts[0][:43])
+    copy = runner.fork(row)
+    check(runner.prefill(copy, texts[1][43:]), 1, 61, "a copy")
+    runner.cache.rows = [row]
+    runner.cache.save(folder, [texts[0][:43]], fingerprint=fingerprint)
+    again = _runner(model)
+    again.cache.load(folder, fingerprint=fingerprint)
+    check(again.prefill(again.cache.rows[0], texts[0][43:]), 0, 61, "loaded")
+    check(runner.prefill(row, texts[0][43:]), 0, 61, "the row that was copied")
+    crowded = _runner(model, 60)
+    _crowd(crowded, world - 1)
+    row, counted.tokens = crowded.add(), 0
+    check(crowded.prefill(row, texts[0][:40]), 0, 40, "a rank without tokens")
+    shares = crowded.store.book._shares(crowded.store.book.rows[row], 0)
+    assert shares[-1] == [] and all(shares[:-1]), shares
+    check(crowded.step([row], texts[0][None, 40:41])[0, 0], 0, 41, "a step after it")
+
+
+def _marks(name):
+    supports = pytest.mark.supports(f"`{name}`", with_="prompts, of which each rank runs its own tokens; 4 ranks")
+    return [supports] if name in KINDS else [supports, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in HYBRIDS])
+def test_a_rank_runs_its_own_tokens(name, tmp_path):
+    run_distributed(_prompts, 4, name, tmp_path / "saved")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", ["jamba", pytest.param("zamba", marks=pytest.mark.slow)])
+def test_on_one_and_two_ranks(name, world, tmp_path):
+    run_distributed(_prompts, world, name, tmp_path / "saved")
+
+
+def _failures(rank, world):
+    """A layer that fails in the middle of a chunk leaves the row as it was before the chunk."""
+    model, text = random_model("qwen3_next"), prompt(1, 24)[0]
+    with torch.no_grad():
+        want = model(text[None]).logits[0]
+    model.set_attn_implementation("tree")
+    runner = _runner(model)
+    row = runner.add()
+    runner.prefill(row, text[:12])
+    mixer = next(module for module in model.modules() if hasattr(module, "in_proj_qkvz"))
+    hook = mixer.out_proj.register_forward_pre_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        runner.prefill(row, text[12:])
+    hook.remove()
+    assert runner.length(row) == 12
+    assert_logits(runner.prefill(row, text[12:]), want[-1], "after a failure")
+    mixer.forward = lambda hidden_states, *args, **kwargs: hidden_states
+    with pytest.raises(ValueError, match="did not call causal_conv1d_fn, torch_chunk_gated_delta_rule"):
+        runner.prefill(runner.add(), text)
+
+
+def test_failures():
+    run_distributed(_failures, 2)
