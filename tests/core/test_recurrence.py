@@ -241,18 +241,15 @@ def test_bytes(schedule, final):
 
 
 def _refused(rank, world, change):
+    """The error of a call that rank 1 makes with other options, or whose kernel fails on rank 1."""
     inputs, v = delta_inputs(B, T // world, H, D, D_V, seed=0)
-    options = dict(head_dim=D, cp_group=dist.group.WORLD)
-    options |= change if rank == 1 else {}
-    if change == "kernel":
-        options = dict(head_dim=D, cp_group=dist.group.WORLD)
+    options = dict(head_dim=D, cp_group=dist.group.WORLD) | (change if rank == 1 else {})
 
-        def kernel(inputs, v, state):
-            if rank == 1:
-                raise ValueError("no such kernel")
-            return delta_rule(inputs, v, state)
-    else:
-        kernel = delta_rule
+    def kernel(inputs, v, state):
+        if rank == 1 and not change:
+            raise ValueError("no such kernel")
+        return delta_rule(inputs, v, state)
+
     with pytest.raises(ValueError) as error:
         tree_recurrence(kernel, inputs, v, **options)
     return str(error.value)
@@ -261,6 +258,7 @@ def _refused(rank, world, change):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({}, "no such kernel"),
         (dict(head_dim=0), "head_dim=0"),
         (dict(head_dim=3), "maps"),
         (dict(layout=(1, 1)), "layout=(1, 1) gives it 1"),
