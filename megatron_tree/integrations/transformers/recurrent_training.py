@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...comm import outside_graphs
 from .architectures import layers_of
@@ -31,8 +34,10 @@ def mixers_on_shards(model) -> dict[str, None]:
         mixer.register_forward_hook(outside_graphs(_MixerEnd(needed)), always_call=True)
     if mixers:
         for number, layer in enumerate(model.base_model.layers):
-            _remember_shard(layer)
-            for module in layer.modules():  # layers that share their weights have no number
+            for module in layer.modules():
+                if isinstance(module, GradientCheckpointingLayer) and not mixers.keys().isdisjoint(module.modules()):
+                    module.__class__ = _holding_shard(type(module))
+                # attention layers that share their weights have no number
                 if getattr(module, "layer_idx", number) in (None, -1):
                     module.layer_idx = number
     return {used_by(i): None for i in sorted(expected)}
@@ -66,16 +71,19 @@ class _MixerEnd:
             shard.used_by[used_by(mixer.layer_idx)] = None
 
 
-def _remember_shard(layer: nn.Module) -> None:
-    """A layer that is recomputed in the backward, when the model's run is over, has the shard in its arguments."""
-    before = []
+@functools.cache
+def _holding_shard(cls: type[nn.Module]) -> type[nn.Module]:
+    """A class of layers that is recomputed in the backward, when the model's run is over: its arguments have the shard.
 
-    def begin(layer, args, kwargs) -> None:
-        before.append(current_shard.get())
-        current_shard.set(kwargs.get("sequence_shard", before[-1]))
+    Transformers recomputes `forward` without hooks. A subclass is recomputed as a whole.
+    """
 
-    def end(layer, args, output) -> None:
-        current_shard.set(before.pop())
+    def forward(self, *args, **kwargs):
+        before = current_shard.get()
+        current_shard.set(kwargs.get("sequence_shard", before))
+        try:
+            return cls.forward(self, *args, **kwargs)
+        finally:
+            current_shard.set(before)
 
-    layer.register_forward_pre_hook(outside_graphs(begin), with_kwargs=True)
-    layer.register_forward_hook(outside_graphs(end), always_call=True)
+    return type(cls.__name__, (cls,), {"forward": functools.wraps(cls.forward)(forward), "__module__": cls.__module__})
