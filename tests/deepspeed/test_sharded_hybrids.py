@@ -183,6 +183,25 @@ def test_rows_and_files(name, world, tmp_path):
     run_distributed(_rows_and_files, world, name, str(tmp_path), fresh=True, timeout=200)
 
 
+def _loaded(rank, world, name, folder):
+    model, text = random_model(name), prompt(1, 12)[0]
+    with torch.no_grad():
+        want = model(text[None]).logits[0]
+    engine = _engine(model)
+    cache = engine.new_cache()
+    cache.load(f"{folder}/parts", fingerprint=name)
+    again = tree_hf.Runner(engine.module, cache, token_group=dist.group.WORLD)
+    assert_logits(again.step(cache.rows, text[9:10][None])[0, 0], want[9], "loaded by other ranks")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba"])
+def test_other_numbers_of_ranks_load_parts(name, tmp_path):
+    run_distributed(_rows_and_files, 4, name, str(tmp_path), fresh=True, timeout=200)
+    for world in (2, 3):
+        run_distributed(_loaded, world, name, str(tmp_path), fresh=True, timeout=200)
+
+
 def _from_files(rank, world, folder, name):
     model, ids = random_model(name), prompt(1, 20)
     with torch.no_grad():
