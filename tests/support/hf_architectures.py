@@ -81,7 +81,8 @@ HYBRIDS = {  # with recurrent layers: what each wants besides
     "qwen3_5_moe_text": _DELTA,
     "qwen3_5_text": _DELTA,
     "qwen3_next": _DELTA,
-    "zamba": _MAMBA1 | {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 4},
+    "zamba": _MAMBA1
+    | {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 4, "n_mamba_heads": 4},
     "zamba2": {"mamba_d_state": 8, "n_mamba_heads": 8, "mamba_ngroups": 1, "chunk_size": 8}
     | {"layers_block_type": _OLD_NAMES, "num_mem_blocks": 1},
     "zaya": {
@@ -221,8 +222,6 @@ WHOLE = {
     "longcat_flash": "gates and inputs of 16 neurons were expected",  # some experts have no weights
     "mimo_v2_flash": "k_proj",
     "opt": "embed_positions",
-    "zamba": "x_proj_weight",
-    "zamba2": "linear",
     "zaya": "a projection was expected",
 }
 

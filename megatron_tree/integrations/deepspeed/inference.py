@@ -207,7 +207,7 @@ def _split(
             f"tp_size={tp_size} out"
         )
     layout = plan_layout(model, world, rank, repeat_queries=queries == "repeated")
-    if split_latents is not None and not layout.gathered:
+    if split_latents is not None and not layout.latents:
         raise _for_latents(model, split_latents, "sharded")
     model.set_attn_implementation("tree")
     device = torch.device(get_accelerator().current_device_name())

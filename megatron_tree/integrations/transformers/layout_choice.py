@@ -37,9 +37,9 @@ def choose_layout(
         repeats = repeats_queries(
             placed_topology(topology, place(topology, hosts)), layout.query_projection, dtype.itemsize
         )
-    if split_latents is None and layout.world > 1 and layout.gathered:
+    if split_latents is None and layout.world > 1 and layout.latents:
         net = GroupTopology.over_cache(*network)
-        sizes = [(layout.whole_shapes[f"{name}.weight"].numel(), n) for name, n in layout.gathered.items()]
+        sizes = [(layout.whole_shapes[f"{name}.weight"].numel(), layout.gathered[name]) for name in layout.latents]
         split_latents = splits_latents(placed_topology(net.topology, net.placement), sizes, dtype.itemsize)
     if split_latents is not False and repeats == layout.repeats_queries:
         return layout

@@ -127,6 +127,20 @@ _MAMBA1 = Rule(  # Jamba
     states={"conv": _HEADS, "recurrent": _HEADS},
 )
 
+_M = Block(VALUE, "mamba_head_dim")
+_MAMBA1_HEADS = Rule(  # Zamba
+    num_keys="n_mamba_heads",
+    num_values="n_mamba_heads",
+    rows={
+        "in_proj": PerKeyHead((_M, _M)),
+        "conv1d": (_M,),
+        **dict.fromkeys(("x_proj_weight", "dt_proj_weight", "dt_proj_bias", "A_log", "D"), _HEADS),
+    },
+    columns={"out_proj": (_M,)},
+    sizes={"n_mamba_heads": _HEADS, "intermediate_size": (_M,)},
+    states={"conv": (_M,), "recurrent": _HEADS},
+)
+
 _SHORT_CONV = Rule(  # LFM2, LFM3
     num_keys="conv.out_channels",
     num_values="conv.out_channels",
@@ -149,6 +163,8 @@ def rule_of(module: nn.Module) -> Rule | None:
         return _GATED_DELTA
     if hasattr(module, "n_groups"):
         return _MAMBA2
+    if hasattr(module, "n_mamba_heads"):
+        return _MAMBA1_HEADS
     return _MAMBA1 if hasattr(module, "x_proj") else None
 
 

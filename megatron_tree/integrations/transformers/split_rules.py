@@ -78,6 +78,8 @@ def _find_pieces(model, world: int, rank: int, *, split_latents: bool, repeat_qu
             _attention(layout, model, name, module, queries, output, config.num_attention_heads, kv_heads)
         elif isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
             _experts(layout, model, name, module)
+        if hasattr(module, "mamba_decoder"):  # Zamba: of what a transformer block gives, which layers share
+            _gathered_rows(layout, f"{name}.linear", module.linear)
         for ups, down in MLPS:
             if isinstance(getattr(module, down, None), PROJECTIONS) and not queries:
                 _mlp(layout, model, name, module, ups, down)
@@ -175,8 +177,8 @@ def _latent_attention(layout: WeightLayout, model, name: str, module, num_heads:
         if projection is not None and not split_latents:
             layout.whole |= {f"{name}.{child}.{x}" for x, _ in projection.named_parameters()}
         elif projection is not None:
-            _rows(layout, f"{name}.{child}", projection, [layout.share(len(projection.weight))])
-            layout.gathered[f"{name}.{child}"] = len(projection.weight)
+            _gathered_rows(layout, f"{name}.{child}", projection)
+            layout.latents.append(f"{name}.{child}")
     queries = next((x for x in ("q_proj", GATED_QUERIES) if getattr(module, x, None) is not None), "q_b_proj")
     d_q = module.qk_head_dim + (module.v_head_dim if queries == GATED_QUERIES else 0)
     if queries == GATED_QUERIES and layout.repeats_queries:
@@ -253,7 +255,12 @@ def _mlp(layout: WeightLayout, model, name: str, module, ups: tuple[str, ...], d
     start, stop = local = layout.share(width)
     joined = next((x for x in GATED_MLPS if isinstance(getattr(module, x, None), nn.Linear)), None)
     if joined is not None:
-        _rows(layout, f"{name}.{joined}", getattr(module, joined), [local, (width + start, width + stop)])
+        both = [local, (width + start, width + stop)]
+        _rows(layout, f"{name}.{joined}", getattr(module, joined), both)
+        for i, adapter in enumerate(getattr(module, f"{joined}_adapter_list", ())):
+            if isinstance(adapter, nn.Sequential):  # Zamba 2: down to a few numbers, which every rank has, and up
+                layout.whole.add(f"{name}.{joined}_adapter_list.{i}.0.weight")
+                _rows(layout, f"{name}.{joined}_adapter_list.{i}.1", adapter[1], both)
     else:
         for child in ups if hasattr(module, ups[0]) else ups[-1:]:
             projection = getattr(module, child, None)
@@ -296,6 +303,12 @@ def _rows(layout: WeightLayout, name: str, module, runs) -> None:
         layout.pieces[f"{name}.bias"] = Piece(0, tuple(runs))
 
 
+def _gathered_rows(layout: WeightLayout, name: str, projection) -> None:
+    """Each rank computes some columns of the output, which are gathered."""
+    _rows(layout, name, projection, [layout.share(len(projection.weight))])
+    layout.gathered[name] = len(projection.weight)
+
+
 def _columns(layout: WeightLayout, name: str, module, run: tuple[int, int]) -> None:
     layout.pieces[f"{name}.weight"] = Piece(int(not isinstance(module, Conv1D)), (run,))
     if module.bias is not None:
@@ -308,7 +321,7 @@ def _check_rest(layout: WeightLayout, model) -> None:
     if not layout.attentions:
         raise _refused(model, "attention", "its projections to q, k and v have unknown names")
     modules = dict(model.named_modules())
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in model.named_parameters():
         owner, parts = name.rpartition(".")[0], set(name.split("."))
         planned = name in {*layout.pieces, *layout.of_first_rank, *layout.whole}
         if planned or parameter.numel() == 1 or parts.intersection(SMALL):

@@ -76,10 +76,10 @@ def read_pieces(model, folder: Path, layout: WeightLayout) -> None:
         for names in tied_parameters(model):
             whole = model.get_parameter(names[0])
             name = next((name for name in names if name in checkpoint.sources), names[0])
-            if layout.rank and name in layout.of_first_rank:
+            if layout.rank and names[0] in layout.of_first_rank:
                 piece = torch.zeros(whole.shape, dtype=whole.dtype)
             else:
-                piece = checkpoint.read(name, whole.shape, layout.pieces.get(name)).to(whole.dtype)
+                piece = checkpoint.read(name, whole.shape, layout.pieces.get(names[0])).to(whole.dtype)
             set_parameter(model, names, piece)
 
 

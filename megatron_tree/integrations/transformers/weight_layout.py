@@ -74,6 +74,8 @@ class WeightLayout:
     """Modules that return a partial sum."""
     gathered: dict[str, int] = field(default_factory=dict)
     """Modules that return some columns of their output, and how many columns there are."""
+    latents: list[str] = field(default_factory=list)
+    """Those of them that project to latents."""
     attentions: list[str] = field(default_factory=list)
     """Attention modules."""
     recurrent: dict[str, HeadShare] = field(default_factory=dict)
