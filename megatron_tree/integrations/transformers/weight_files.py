@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -115,23 +116,33 @@ class Checkpoint:
             return self._slices(sources[None][0], name, shape, piece)
         converter = self._operations[next(iter(sources))]
         kinds = [type(operation) for operation in converter.operations]
+        if kinds == [Concatenate] and converter.operations[0].dim == piece.dim == 0:
+            keys = [key for pattern in converter.source_patterns for key in sources[pattern]]
+            return self._joined(keys, name, shape, piece)
         merged = kinds and kinds[0] is MergeModulelist and converter.operations[0].dim == 0
         joined = kinds[1:] == [Concatenate] and converter.operations[1].dim == 1
         if not merged or piece.dim == 0 or not (joined or (len(kinds) == 1 and len(sources) == 1)):
             raise ValueError(f"{name} is made by {[kind.__name__ for kind in kinds]}, which can't be read by slices")
-        columns, *rest = [sources[pattern] for pattern in converter.source_patterns]
-        rows = shape[1] // (1 + len(rest))
-        experts = []
-        for keys in zip(columns, *rest, strict=True):
-            parts, local = [], Piece(piece.dim - 1, piece.runs)
-            for i, key in enumerate(keys):
-                if joined and piece.dim == 1:
-                    inside = [(max(a, i * rows) - i * rows, min(b, (i + 1) * rows) - i * rows) for a, b in piece.runs]
-                    local = Piece(0, tuple(run for run in inside if run[0] < run[1]))
-                if local.runs:
-                    parts.append(self._slices(key, name, torch.Size((rows, *shape[2:])), local))
-            experts.append(torch.cat(parts))
-        return torch.stack(experts)
+        of_experts = zip(*(sources[pattern] for pattern in converter.source_patterns), strict=True)
+        if piece.dim == 1:
+            return torch.stack([self._joined(keys, name, shape[1:], Piece(0, piece.runs)) for keys in of_experts])
+        part, local = torch.Size((shape[1] // len(sources), *shape[2:])), Piece(piece.dim - 1, piece.runs)
+        return torch.stack([torch.cat([self._slices(key, name, part, local) for key in keys]) for keys in of_experts])
+
+    def _joined(self, keys: Sequence[str], name: str, shape: torch.Size, piece: Piece) -> Tensor:
+        """A piece, some rows, of a parameter whose rows are those of several tensors."""
+        parts, at = [], 0
+        for key in keys:
+            with safe_open(self._folder / self._files[key], "pt") as file:
+                rows = file.get_slice(key).get_shape()[0]
+            inside = [(max(a, at) - at, min(b, at + rows) - at) for a, b in piece.runs]
+            local = Piece(0, tuple(run for run in inside if run[0] < run[1]))
+            if local.runs:
+                parts.append(self._slices(key, name, torch.Size((rows, *shape[1:])), local))
+            at += rows
+        if at != shape[0]:
+            raise ValueError(f"{', '.join(keys)} have {at} rows, but {name} needs {list(shape)}")
+        return torch.cat(parts)
 
     def _slices(self, key: str, name: str, shape: torch.Size, piece: Piece) -> Tensor:
         with safe_open(self._folder / self._files[key], "pt") as file:
