@@ -9,7 +9,11 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
+import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.ssm import gated_delta_net, mamba_mixer
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP
@@ -148,6 +152,57 @@ def test_a_stack_with_a_layer_of_every_kind():
 
 
 # --- what differs between releases ---
+
+
+@pytest.mark.parametrize("kernel", ["causal_conv1d_fn", "causal_conv1d"])
+def test_convolutions_of_what_is_installed(kernel, monkeypatch):
+    """causal_conv1d's (0.16, 0.17 and Mamba) or fla's (gated delta nets from 0.18 on), but in deterministic mode."""
+    weight, bias, calls = torch.randn(6, 1, 4), torch.randn(6), []
+
+    def fused(x, weight, bias, activation):
+        calls.append(kernel)
+        assert x.is_contiguous() and activation == "silu"
+        x = x if kernel == "causal_conv1d_fn" else x.transpose(1, 2)
+        out = F.silu(F.conv1d(F.pad(x, (3, 0)), weight[:, None], bias, groups=6))
+        return out if kernel == "causal_conv1d_fn" else (out.transpose(1, 2), None)
+
+    class Mixer(GatedDeltaNet):
+        def __init__(self, deterministic):
+            torch.nn.Module.__init__(self)
+            self.activation, self.config = "silu", types.SimpleNamespace(deterministic_mode=deterministic)
+
+    monkeypatch.setattr(gated_delta_net, kernel, fused, raising=False)
+    x = torch.randn(2, 9, 6)
+    outs = [compat.short_convolution(Mixer(plain), weight, bias, F.silu)(x) for plain in (False, True)]
+    assert calls == [kernel]
+    torch.testing.assert_close(*outs)
+
+
+def test_the_dtype_of_states_that_newer_releases_pass(monkeypatch):
+    class Mixer(mamba_mixer.MambaMixer):
+        def __init__(self):
+            torch.nn.Module.__init__(self)
+            self.mamba_training_ssm_states_dtype = torch.float32
+
+    scan = dict
+    monkeypatch.setattr(mamba_mixer, "mamba_chunk_scan_combined", scan, raising=False)
+    assert compat.chunk_scan(Mixer()) is scan
+    monkeypatch.setattr(mamba_mixer, "MAMBA_HAS_STATE_DTYPE", True, raising=False)
+    assert compat.chunk_scan(Mixer())(x=1) == {"x": 1, "state_dtype": torch.float32}
+
+
+@pytest.mark.refuses("recompute_modules with gdn_norm_out (0.19)", when="the model is built")
+def test_recomputation_of_the_norm_alone(monkeypatch):
+    from megatron_tree.integrations.megatron.gated_delta_net import TreeGatedDeltaNet
+
+    def init(self, *args, **kwargs):
+        torch.nn.Module.__init__(self)
+        self.recompute_norm_out = True
+
+    monkeypatch.setattr(GatedDeltaNet, "__init__", init)
+    groups = types.SimpleNamespace(tp=Group(1), cp=Group(2))
+    with pytest.raises(ValueError, match="recompute_modules has 'gdn_norm_out'"):
+        TreeGatedDeltaNet(config(context_parallel_size=2), None, pg_collection=groups)
 
 
 def test_hierarchical_sizes(monkeypatch):
