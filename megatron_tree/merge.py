@@ -198,6 +198,11 @@ def ranked(scores: Tensor, positions: Tensor) -> Tensor:
     return (bits.to(torch.int64) << 32) + (0xFFFFFFFF - positions)
 
 
+def positions_of(entries: Tensor) -> Tensor:
+    """The positions of `ranked` entries, int64 [...]; -1 of `NO_ENTRY`."""
+    return (0xFFFFFFFF - (entries & 0xFFFFFFFF)).where(entries != NO_ENTRY, -1)
+
+
 class ListReducer:
     """Reduces lists of the largest entries: int64 [..., k] of `ranked`, falling, then `NO_ENTRY`."""
 

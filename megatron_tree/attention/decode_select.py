@@ -48,8 +48,8 @@ def tree_select(
 
     Args:
         index_q: [b, n, h_i, d_i], index_weights: [b, n, h_i]; the same on every rank.
-        index_k: [b, s_local, d_i] in index_q's dtype: of this rank's slots, as k_cache of `tree_decode`; or pages
-            [pages, page_size, d_i] with a block_table.
+        index_k: [b, s_local, d_i], of this rank's slots, as k_cache of `tree_decode`; or pages [pages, page_size, d_i]
+            with a block_table. Any dtypes: products and sums are fp32.
         topk: keys of a query, the same on every rank.
         cp_group, cache_seqlens, block_table: as in `tree_decode`.
         q_positions, cache_positions: as in `tree_decode`, where a query sees a slot at 0 <= position <= its own. No two
@@ -78,7 +78,7 @@ def tree_select(
             index_k[:, :, None], None, head_dim_v=index_k.shape[2], lengths=cache_seqlens, q_positions=q_positions,
             k_positions=cache_positions, block_table=block_table,
         )  # fmt: skip
-        check_cache(index_q, cache)
+        check_cache(index_q.to(index_k.dtype), cache)
         if q_positions is None or cache_positions is None:
             raise ValueError("tree_select needs q_positions and cache_positions, which decide between equal scores")
         cache = check_seen_slots(index_q, cache, AttnSpec(softmax_scale=1.0))
@@ -86,7 +86,6 @@ def tree_select(
         net = GroupTopology.of(group, index_q.device, config)
         call.agree(
             index_q=index_q.shape,
-            dtype=index_q.dtype,
             topk=topk,
             softmax_scale=softmax_scale,
             sends=sends,
@@ -115,8 +114,8 @@ def _check_index(q: Tensor, weights: Tensor, k: Tensor) -> None:
         check_device(name, x, q)
     if weights.shape != q.shape[:3]:
         raise ValueError(f"index_weights {tuple(weights.shape)} must be index_q's first axes, {tuple(q.shape[:3])}")
-    if k.shape[2] != q.shape[3] or k.dtype != q.dtype:
-        raise ValueError(f"index_k {describe(k)} must have head_dim {q.shape[3]} and dtype {q.dtype}, as index_q has")
+    if k.shape[2] != q.shape[3]:
+        raise ValueError(f"index_k {tuple(k.shape)} must have index_q's head_dim, {q.shape[3]}")
 
 
 def _longest(cache: KVCache, max_seqlen: int | None) -> float:

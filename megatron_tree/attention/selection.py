@@ -17,12 +17,14 @@ from torch import Tensor
 
 from .. import comm
 from ..config import TreeConfig, check_positive, default_config
+from ..kernels import index_scores
 from ..layout import Layout, Segment, Sharding, check_layout, shard_lengths
+from ..merge import NO_ENTRY, positions_of, ranked
 from .prefill_cell import PromptChunk, of_runs
 from .validate import check_runs, check_segments, describe
 
 STRIP = 256  # query rows at a time, at most
-SCORES, PRODUCTS = 1 << 22, 1 << 24  # numbers of a strip's scores, and of its heads' products with a block of keys
+SCORES = 1 << 22  # numbers of a strip's scores
 
 
 @comm.outside_graphs
@@ -68,7 +70,7 @@ def tree_select_func(
         keys = comm.gather_sequence(padded, cp_group, transport=config.transport, timeout_s=config.timeout_s)
     keys = _Keys(keys, sharding.segments(*((r,) for r in range(world))))
     wanted = min(topk, max(getattr(sharding.layout, "lengths", (sharding.seq_len,)), default=0))
-    return _select(index_q * softmax_scale, index_weights, keys, sharding.segments((rank,)), wanted)
+    return _select(index_q, index_weights, keys, sharding.segments((rank,)), wanted, softmax_scale)
 
 
 @comm.outside_graphs
@@ -116,102 +118,21 @@ def tree_select_prefill(
         keys = comm.gather_rows(index_k.transpose(0, 1).contiguous(), counts, cp_group, **messages)
     before = itertools.accumulate(counts, initial=0)
     moved = (s._replace(row=s.row + first) for of_rank, first in zip(segments, before) for s in of_rank)
-    return _select(index_q * softmax_scale, index_weights, _Keys(keys, tuple(moved)), queries, min(topk, sum(counts)))
+    return _select(index_q, index_weights, _Keys(keys, tuple(moved)), queries, min(topk, sum(counts)), softmax_scale)
 
 
-@comm.outside_graphs
-@torch.no_grad()
-def tree_select(
-    index_q: Tensor,
-    index_weights: Tensor,
-    index_k: Tensor,
-    *,
-    topk: int,
-    cp_group,
-    q_positions: Tensor,
-    cache_positions: Tensor,
-    num_keys: int | None = None,
-    softmax_scale: float = 1.0,
-    config: TreeConfig | None = None,
-) -> Tensor:
-    """This rank's share of the keys that an index selects for a few queries over a sharded cache. Collective.
-
-    Every rank scores its own index keys and sends its topk best, 8 bytes each; index keys don't move.
-
-    Args:
-        index_q: [b, n, h_i, d_i] and index_weights: [b, n, h_i], the same on every rank.
-        index_k: [b, s_local, d_i], of this rank's slots.
-        q_positions, cache_positions: int64 [b, n] and [b, s_local], as in `tree_decode`.
-        num_keys: no row has more, the same number on every rank; up to topk nothing is sent. None: not known.
-        Others as in `tree_select_func`.
-    Returns: int32 [b, n, m]: this rank's slots among each query's selected keys, then -1; m is that of the query that
-        has most here.
-    """
-    config, cp_group = config or default_config(), comm.process_group(cp_group)
-    with comm.collective_call("tree_select", cp_group, config) as call:
-        comm.check_local(index_q=index_q, index_weights=index_weights, index_k=index_k)
-        _check(index_q, index_weights, index_k, topk, softmax_scale, cached=True)
-        b, n, h, d = index_q.shape
-        call.agree(batch=b, queries=n, heads=h, dim=d, topk=topk, num_keys=num_keys, scale=softmax_scale, config=config)
-        best, slots = _best_of_shard(
-            index_q * softmax_scale, index_weights, index_k, topk, q_positions, cache_positions
-        )
-        least = _NOTHING + 1
-        if comm.group_size(cp_group) > 1 and (num_keys is None or num_keys > topk):
-            missing = best.new_full((b, n, topk - best.shape[-1]), _NOTHING)
-            lists = torch.cat((best, missing), -1)[None]
-            lists = comm.gather_sequence(lists, cp_group, transport=config.transport, timeout_s=config.timeout_s)
-            least = lists.movedim(0, -2).flatten(-2).topk(topk, dim=-1).values[..., -1:].clamp(min=least)
-    chosen = best >= least
-    most = int(chosen.sum(-1).max()) if chosen.numel() else 0
-    return torch.where(chosen, slots, -1)[..., :most].int()
-
-
-def _best_of_shard(q, weights, k, topk: int, q_positions, k_positions) -> tuple[Tensor, Tensor]:
-    """The best of a rank's keys for every query, in order: (`ranked`, slots), int64 [b, n, at most topk] each."""
-    b, n, slots = *q.shape[:2], k.shape[1]
-    parts, step = [], max(1, SCORES // max(1, b * slots))
-    for i in range(0, n, step):
-        at, positions = slice(i, i + step), k_positions[:, None]
-        scores = index_scores(q[:, at].float(), weights[:, at].float(), k)
-        hidden = (positions < 0) | (positions > q_positions[:, at, None])
-        parts.append(ranked(scores, positions).masked_fill_(hidden, _NOTHING).topk(min(topk, slots), dim=-1))
-    best, at = zip(*parts)
-    return torch.cat(best, 1), torch.cat(at, 1)
-
-
-def _select(q: Tensor, weights: Tensor, keys: _Keys, queries: Sequence[Segment], wanted: int) -> Tensor:
-    """int32 [b, n, wanted]: positions of the keys that these queries select; q is scaled."""
+def _select(q: Tensor, weights: Tensor, keys: _Keys, queries: Sequence[Segment], wanted: int, scale: float) -> Tensor:
+    """int32 [b, n, wanted]: positions of the keys that these queries select."""
     selected = torch.full((*q.shape[:2], wanted), -1, dtype=torch.int32, device=q.device)
-    for strip in _strips(queries, len(q)):
+    for strip in _strips(queries):
         at, k = slice(strip.row, strip.row + strip.length), keys.before(strip)
-        scores = index_scores(q[:, at].float(), weights[:, at].float(), k)
         positions = torch.arange(k.shape[1], device=k.device)
         later = positions > positions[strip.pos :, None]
-        best = ranked(scores, positions).masked_fill_(later, _NOTHING).topk(min(wanted, k.shape[1]), dim=-1).values
-        selected[:, at, : best.shape[-1]] = torch.where(best == _NOTHING, -1, -best & 0xFFFFFFFF)
+        for i in range(len(q)):
+            entries = ranked(index_scores(q[i, at], weights[i, at], k[i], scale), positions)
+            best = entries.masked_fill_(later, NO_ENTRY).topk(min(wanted, k.shape[1])).values
+            selected[i, at, : best.shape[-1]] = positions_of(best)
     return selected
-
-
-def index_scores(q: Tensor, weights: Tensor, k: Tensor) -> Tensor:
-    """I [b, n, keys], fp32, of q [b, n, h, d], scaled, weights [b, n, h] and k [b, keys, d]."""
-    (b, n, h, _), count = q.shape, k.shape[1]
-    step = max(1, PRODUCTS // max(1, b * n * h))
-    scores = q.new_empty(b, n, count)
-    for i in range(0, count, step):
-        of_heads = torch.einsum("bnhd,bkd->bnhk", q, k[:, i : i + step].float()).relu_()
-        scores[..., i : i + step] = (weights.unsqueeze(-2) @ of_heads).squeeze(-2)
-    return scores
-
-
-_NOTHING = torch.iinfo(torch.int64).min
-
-
-def ranked(scores: Tensor, positions: Tensor) -> Tensor:
-    """int64 in the order of fp32 scores and, of equal ones, of positions, the first the largest; the lower 32 bits are
-    the negative position."""
-    bits = (scores + 0.0).view(torch.int32).long()  # + 0.0: no negative zero
-    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) << 32) - positions
 
 
 class _Keys:
@@ -233,12 +154,12 @@ class _Keys:
         return self._rows[:, start : start + queries.pos + queries.length]
 
 
-def _strips(segments: Sequence[Segment], batch: int) -> Iterator[Segment]:
+def _strips(segments: Sequence[Segment]) -> Iterator[Segment]:
     """Short segments, so that the scores of all their keys are few numbers."""
     for s in segments:
         first, end = s.pos, s.pos + s.length
         while first < end:
-            count = max(1, min(STRIP, end - first, SCORES // max(1, batch * end)))
+            count = max(1, min(STRIP, end - first, SCORES // max(1, end)))
             yield s.part(first, first + count)
             first += count
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..attention.decode import DecodeStep
-from ..attention.selection import tree_select
+from ..attention.decode_select import tree_select
 from ..config import TreeConfig
 from ..kernels import KVCache
 from .latent import LatentHeads
@@ -49,22 +49,21 @@ class Selection(NamedTuple):
 def select_in_step(forward, layer: int, index: Index, visible: Tensor | None, config: TreeConfig) -> Selection:
     """The slots of this rank among the keys that each query selects; forward: the pass, for its rows and views."""
     pages, view = forward.store.layers[layer], forward.views[forward.store.kind_of[layer]]
-    rows = [pages.index_row(view.block_table, i, count) for i, count in enumerate(view.lengths.tolist())]
-    keys = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    positions, queries = view.positions[:, : keys.shape[1]], forward.new_positions(keys.device)
+    positions, queries = view.positions, forward.new_positions(view.lengths.device)
     if forward.packed is not None:  # padding selects nothing
         queries = queries.where(forward.packed.inside, -1)
-    hidden = torch.arange(keys.shape[1], device=keys.device) >= view.lengths[:, None]
     if visible is not None:
-        hidden |= ~visible.gather(1, positions.clamp(max=forward.end - 1))
+        positions = positions.masked_fill(~visible.gather(1, positions.clamp(0, forward.end - 1)), -1)
     slots = tree_select(
         *index[:2],
-        keys,
+        pages.index_k[:, :, 0],
         **index.options,
         cp_group=forward.cp_group,
         q_positions=queries,
-        cache_positions=positions.masked_fill(hidden, -1),
-        num_keys=forward.end,
+        cache_positions=positions,
+        cache_seqlens=view.lengths,
+        block_table=view.block_table,
+        max_seqlen=forward.end,
         config=config,
     )
     return Selection(slots, min(index.topk, forward.end))
@@ -75,7 +74,11 @@ def attend_in_step(
 ) -> Tensor:
     """[b, n, h, d_v] of queries [b, n, h, d], which attend to the slots of `select_in_step`; options: of the call."""
     pages, view = forward.store.layers[layer], forward.views[forward.store.kind_of[layer]]
-    size, absorbed, parts = pages.page_size, latent.absorb(q), []
+    absorbed, call = latent.absorb(q), dict(sinks=sinks, projection=latent.values)
+    if pages.joined:
+        cache = KVCache(pages.k, None, head_dim_v=latent.rank, lengths=view.lengths, block_table=view.block_table)
+        return step.decode(absorbed, cache._replace(selected=selection.keys), options, **call)[0]
+    size, parts = pages.page_size, []
     strip = max(1, GATHERED // (len(q) * selection.most * absorbed.shape[-1]))  # the same on all ranks
     for i in range(0, q.shape[1], strip):
         slots = selection.keys[:, i : i + strip].long()
@@ -84,7 +87,6 @@ def attend_in_step(
         page = view.block_table.gather(1, (slots // size).flatten(1)).view_as(slots)
         entries = pages.entries(page.long() * size + slots % size, q.dtype).flatten(0, 1)
         cache = KVCache(entries, None, head_dim_v=latent.rank, lengths=counts.flatten())
-        queries = absorbed[:, i : i + strip].flatten(0, 1)[:, None]
-        out, _ = step.decode(queries, cache, options, sinks=sinks, projection=latent.values)
+        out, _ = step.decode(absorbed[:, i : i + strip].flatten(0, 1)[:, None], cache, options, **call)
         parts.append(out[:, 0].unflatten(0, (len(q), -1)))
     return torch.cat(parts, 1)

@@ -10,7 +10,7 @@ from .backends import (
     choose,
     merge_packed,
 )
-from .index import best_keys
+from .index import best_keys, index_scores
 from .kv_cache import KVCache, SharedPages
 
 __all__ = [
@@ -24,5 +24,6 @@ __all__ = [
     "attn_fwd",
     "best_keys",
     "choose",
+    "index_scores",
     "merge_packed",
 ]

@@ -15,7 +15,7 @@ from .kv_cache import KVCache
 
 MOST_SCORES = 1 << 22  # of some queries with all keys of their row
 HEADS = 1024  # of queries that are scored at once, at most; their products with a block of keys stay in a core's cache
-PRODUCTS = 1 << 17
+PRODUCTS, LEAST = 1 << 17, 256  # numbers of these products, and keys of a block at least
 
 
 def index_scores(q: Tensor, weights: Tensor, k: Tensor, scale: float) -> Tensor:
@@ -23,7 +23,7 @@ def index_scores(q: Tensor, weights: Tensor, k: Tensor, scale: float) -> Tensor:
     (n, h, d), s = q.shape, k.shape[0]
     q, weights = q.float().reshape(n * h, d), weights.float()[:, None]
     scores = torch.empty((n, s), device=q.device)
-    step = max(256, PRODUCTS // (n * h))
+    step = max(LEAST, PRODUCTS // max(1, n * h))
     for some in (slice(i, i + step) for i in range(0, s, step)):
         products = (q @ k[some].float().T).mul_(scale).relu_()
         scores[:, some] = torch.bmm(weights, products.view(n, h, -1))[:, 0]
@@ -43,7 +43,7 @@ def best_keys(q: Tensor, weights: Tensor, cache: KVCache, topk: int, scale: floa
     for i in range(b):  # one by one: a row's bits don't depend on the batch
         row = cache.row(i, q.dtype)
         keys, positions = row.k[0, :, 0], row.k_positions[0]
-        step = max(1, min(MOST_SCORES // max(1, len(keys)), HEADS // h))
+        step = max(1, min(MOST_SCORES // max(1, len(keys)), HEADS // max(1, h)))
         for some in (slice(j, j + step) for j in range(0, n, step)):
             scores = index_scores(q[i, some], weights[i, some], keys, scale)
             seen = (positions >= 0) & (positions <= row.q_positions[0, some, None])

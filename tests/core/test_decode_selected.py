@@ -167,7 +167,7 @@ def _refusals(rank, world):
     attend = dict(q=q, k_cache=local_k, v_cache=local_v, cp_group=group, selected=rows)
     bad = [dict(topk=0), dict(topk=True), dict(topk=2.0), dict(max_seqlen="many"), dict(schedule="ring")]
     bad += [dict(index_q=q[0]), dict(index_weights=index[1][:, :1]), dict(index_k=local_i[..., :3])]
-    bad += [dict(index_k=local_i.half()), dict(cache_positions=None, q_positions=None), dict(q_positions=None)]
+    bad += [dict(index_k=local_i.long()), dict(cache_positions=None, q_positions=None), dict(q_positions=None)]
     bad += [dict(cache_positions=positions[:, 1:]), dict(block_table=torch.zeros(3, 1, dtype=torch.int32))]
     of_decode = [dict(selected=rows.long()), dict(selected=rows[:, :1]), dict(selected=rows + 100)]
     of_decode += [dict(selected=rows - 2), dict(schedule="ring"), dict(window_size=(4, 0))]
@@ -188,7 +188,7 @@ def _refusals(rank, world):
 def test_refusals_reach_all_ranks():
     first, second = run_distributed(_refusals, 2)
     names = ["topk=0", "topk=True", "topk=2.0", "max_seqlen='many'", "schedule='ring'", "index_q must be a 4-D"]
-    names += ["index_weights (3, 1, 3)", "head_dim 4", "dtype torch.float32", *["needs q_positions"] * 2]
+    names += ["index_weights (3, 1, 3)", "index_q's head_dim, 4", "index_k must be a 3-D", *["needs q_positions"] * 2]
     names += ["cache_positions must be", "block_table needs cache_seqlens", *["selected must be int32 [3, 3"] * 2]
     names += ["slots of this rank's", "selected holds -3", "'ring'", "window_size", "q_positions", "alibi_slopes"]
     for said in (first, second):

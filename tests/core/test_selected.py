@@ -105,11 +105,13 @@ def test_packed_documents(world):
 
 def test_strips_and_blocks_of_scores(monkeypatch):
     from megatron_tree.attention import selection
+    from megatron_tree.kernels import index as kernel
 
     index = _index(2, SEQ)
     want = tree_select_func(*index, topk=TOPK, cp_group=None)
-    monkeypatch.setattr(selection, "SCORES", 2 * SEQ * 5)
-    monkeypatch.setattr(selection, "PRODUCTS", 2 * HEADS * 5 * 4)
+    monkeypatch.setattr(selection, "SCORES", SEQ * 5)
+    monkeypatch.setattr(kernel, "LEAST", 4)
+    monkeypatch.setattr(kernel, "PRODUCTS", HEADS * 5 * 4)
     assert torch.equal(tree_select_func(*index, topk=TOPK, cp_group=None), want)
 
 

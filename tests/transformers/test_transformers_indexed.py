@@ -1,6 +1,7 @@
 """Transformers' models whose queries see the keys that an index selects: as the plain ones, on any number of ranks."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ pytest.importorskip("transformers")
 
 import megatron_tree.integrations.transformers as tree_hf
 import transformers
+from megatron_tree.attention.decode import DecodeStep
 from megatron_tree.cache.files import model_fingerprint
 from megatron_tree.comm import traffic
 from megatron_tree.generation.requests import Request
@@ -162,23 +164,22 @@ def _traffic(rank, world, name):
     row = runner.add()
     runner.prefill(row, ids[0])
     runner.step([row], ids[:, :1])  # ranks compare what they do once
-    read = torch.zeros(config.num_hidden_layers, dtype=torch.int64)
-    for layer, pages in enumerate(cache.store.layers):
+    read, decode = [], DecodeStep.decode
 
-        def entries(slots, dtype, layer=layer, own=pages.entries):
-            read[layer] += slots.numel()
-            return own(slots, dtype)
+    def counted(self, q, cache, *args, **kwargs):
+        read.append(int((cache.selected >= 0).sum()))
+        return decode(self, q, cache, *args, **kwargs)
 
-        pages.entries = entries
-    with traffic.record() as log:
+    with traffic.record() as log, mock.patch.object(DecodeStep, "decode", counted):
         runner.step([row], ids[:, :1])
-    indexed = getattr(config, "indexer_types", ["full"] * len(read)).count("full")
+    indexed = getattr(config, "indexer_types", ["full"] * config.num_hidden_layers).count("full")
     lists = indexed * 8 * config.index_topk
     width = min(config.kv_lora_rank, config.v_head_dim) + 1
-    states = len(read) * 4 * config.num_attention_heads * width
+    states = config.num_hidden_layers * 4 * config.num_attention_heads * width
     assert sum(x.bytes for x in log) == (world - 1) * (lists + states), log
+    read = torch.tensor(read)
     dist.all_reduce(read)
-    assert read.tolist() == [config.index_topk] * len(read)
+    assert read.tolist() == [config.index_topk] * config.num_hidden_layers
 
 
 @pytest.mark.parametrize("name", FAST)
