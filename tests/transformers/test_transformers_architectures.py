@@ -42,18 +42,16 @@ OWN_CODE = (
     "xlm",
     "xlnet",
 )
-OTHER_LAYERS = {
-    "deepseek_v4": "compressed_sparse_attention",
-    "gemma3n": "dummy",
-    "qwen4_exp_text": "indexed_attention",
-}
+OTHER_LAYERS = {"gemma3n": "dummy"}
 OTHER_REASONS = {
     "bart": "decoder-only",
     "blt": "tokens in patches",
     "diffllama": "two attention calls for one cache update",
+    "deepseek_v4": "keys of compressed blocks of tokens",
     "doge": "a mask that depends on its keys",
     "falcon_mamba": "no attention layers",
     "git": "images in the prompt",
+    "glm5_next_text": "an index of pooled tokens",
     "inkling_text": "a bias by positions",
     "inkling2_text": "a bias by positions",
     "jetmoe": "keys that are repeated",
@@ -62,6 +60,7 @@ OTHER_REASONS = {
     "marian": "decoder-only",
     "minimax": "only a cache of its own",
     "moshi": "a window that its cache has",
+    "qwen4_exp_text": "an index of pooled tokens",
     "recurrent_gemma": "keep their state in themselves",
     "whisper": "decoder-only",
 }

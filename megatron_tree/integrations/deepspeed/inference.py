@@ -28,7 +28,7 @@ from ...comm import group_rank, group_size, neighbours
 from ...comm.rendezvous import LAUNCHER_VARIABLES, check_launched, start_default_group
 from ...config import QUERIES, WEIGHTS, TreeConfig, check_choice, default_config
 from ...files import read_deepspeed_config
-from ..transformers.architectures import has_states
+from ..transformers.architectures import has_index, has_states
 from ..transformers.attention import TreeCache, check_model
 from ..transformers.generation import Generation
 from ..transformers.generation import generate as generate_with_model
@@ -193,6 +193,11 @@ def _check_model(text, dtype: torch.dtype, tp_size: int) -> None:
             f"tp_size={tp_size}: {type(text).__name__} has recurrent layers, which DeepSpeed's tensor parallelism does "
             "not split: use weights='sharded', or tp_size=1"
         )
+    if tp_size != 1 and has_index(text):
+        raise ValueError(
+            f"tp_size={tp_size}: {type(text).__name__} has layers with an index, whose weights DeepSpeed's tensor "
+            "parallelism would split: use weights='sharded', or tp_size=1"
+        )
 
 
 def _split(
@@ -283,6 +288,7 @@ def _check_sizes(sp_size: int | None, tp_size: int, config) -> int:
     sp_size = world // tp_size if sp_size is None else sp_size
     if not isinstance(sp_size, int) or sp_size * tp_size != world:
         raise ValueError(f"sp_size={sp_size!r} * tp_size={tp_size} must be the number of ranks, {world}")
+    config = config.per_layer_config[0]  # all layers are of one kind where tp_size may be more than 1
     heads = {"num_attention_heads": config.num_attention_heads}
     heads["num_key_value_heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     for name, number in heads.items():

@@ -19,13 +19,16 @@ WINDOW_IN_MASK = ("phimoe",)  # they name their window to the mask only, not to 
 INSTEAD = "Use attn_implementation='sdpa' or 'eager', and the model's own cache"
 UNSUPPORTED = {
     "blt": "tokens in patches, and several models with caches of their own",
+    "deepseek_v4": "keys of compressed blocks of tokens beside those of a window, in one attention call with a mask",
     "doge": "a mask that depends on its keys (dynamic mask attention)",
     "git": "images in the prompt, which see each other without a causal mask",
+    "glm5_next_text": "an index of pooled tokens, whose blocks are counted from a row's first visible token",
     "inkling_text": "a bias by positions (position_bias)",
     "inkling2_text": "a bias by positions (position_bias)",
     "jetmoe": "keys that are repeated after they are in the cache",
     "minimax": "recurrent layers whose state only a cache of its own (MiniMaxCache) keeps",
     "moshi": "a window that its cache has and its attention has not",
+    "qwen4_exp_text": "an index of pooled tokens, whose blocks are counted from a row's first visible token",
     "recurrent_gemma": "recurrent layers that keep their state in themselves, not in the cache",
 }
 
@@ -95,6 +98,12 @@ def has_states(config) -> bool:
     """Whether a model has layers with a recurrent state."""
     kinds, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     return not set(kinds).isdisjoint(RECURRENT_TYPES + BOTH_TYPES)
+
+
+def has_index(config) -> bool:
+    """Whether a model has layers whose queries see the keys that an index selects."""
+    kinds, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
+    return not set(kinds).isdisjoint(INDEXED_TYPES)
 
 
 def attention_windows(config) -> dict[int, int | None]:
