@@ -10,6 +10,7 @@ from megatron_tree.plan.model import Index, ModelSizes
 from megatron_tree.plan.prompt import plan_prompt
 from megatron_tree.plan.recurrent import Recurrent
 from megatron_tree.plan.scan import ScanSizes, scans
+from megatron_tree.plan.step import plan_step
 from support.published_models import MODELS
 
 LLAMA, DEEPSEEK = (ModelSizes.of(config) for config in MODELS.values())
@@ -102,3 +103,29 @@ def test_one_rank():
     for model in (LLAMA, DEEPSEEK, LLAMA._replace(recurrent=DELTA)):
         for cost in costs(model, 1):
             assert cost.moved_bytes == cost.keys_bytes == cost.states_bytes == cost.moved_s == 0 < cost.time_s
+
+
+def published(ranks, model):
+    """The rows of the two tables of docs/planner.md."""
+    hosts, mi300x = [n // 8 for n in range(ranks)], load_topology("mi300x")
+    steps = {cost.way: cost for cost in plan_step(model, mi300x, hosts, seq_len=S)}
+    cells = []
+    for way in ("sharded", "repeated", "Helix", "DCP", "tensor parallel"):
+        cost = steps[way]
+        read = cost.weight_bytes + cost.cache_bytes + cost.index_bytes + cost.state_bytes
+        held, read, sent = cost.held_bytes / 1e9, read / 1e9, cost.attention_bytes / 1e6
+        cells.append(f"{held:.3g}, {read:.3g} GB; {sent:.3g} MB; {cost.time_s * 1e3:.3g} ms")
+    prompts = []
+    for cost in plan_prompt(model, mi300x, hosts, seq_len=S):
+        sent = cost.moved_bytes + cost.keys_bytes + cost.states_bytes
+        prompts.append(f"{sent / 1e9:,.3g} GB, {cost.time_s:,.3g} s")
+    return cells, prompts
+
+
+@pytest.mark.parametrize(("name", "kind"), [("DeepSeek V3.2", "deepseek_v32"), ("Qwen3-Next-80B", "qwen3_next")])
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_tables_in_the_docs(name, kind, ranks):
+    config = pytest.importorskip("transformers").CONFIG_MAPPING[kind]()
+    text = DOCS.read_text()
+    for cells in published(ranks, ModelSizes.of(config.to_dict())):
+        assert " | ".join([f"| {name}, {ranks}", *cells]) + " |" in text
