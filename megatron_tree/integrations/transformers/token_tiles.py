@@ -250,7 +250,9 @@ def _mlp_forward(mlp: nn.Module, plain: Callable, tile: int, x: Tensor, *routing
 def _is_dense_mlp(module: nn.Module) -> bool:
     layers = [m for m in module.modules() if m._parameters]
     dropped = any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())
-    names = (all(isinstance(getattr(module, name, None), PROJECTIONS) for name in pair) for pair in MLPS)
+    names = (
+        all(isinstance(getattr(module, name, None), PROJECTIONS) for name in (ups[-1], down)) for ups, down in MLPS
+    )
     fused = isinstance(getattr(module, "gate_up_proj", None), nn.Linear)
     down = isinstance(getattr(module, "down_proj", None), nn.Linear)
     if len(inspect.signature(module.forward).parameters) != 1:
