@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from torch import nn
+from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...comm import outside_graphs
@@ -30,7 +31,7 @@ def mixers_on_shards(model) -> dict[str, None]:
             "register_sequence_parallel)"
         )
     for mixer, needed in mixers.items():
-        mixer.register_forward_pre_hook(outside_graphs(_begin))
+        mixer.register_forward_pre_hook(outside_graphs(_begin), with_kwargs=True)
         mixer.register_forward_hook(outside_graphs(_MixerEnd(needed)), always_call=True)
     if mixers:
         for number, layer in enumerate(model.base_model.layers):
@@ -48,8 +49,13 @@ def used_by(layer_idx: int) -> str:
     return f"recurrent layer {layer_idx}"
 
 
-def _begin(mixer: nn.Module, args) -> None:
+def _begin(mixer: nn.Module, args, kwargs) -> None:
     if (shard := current_shard.get()) is None:
+        if mixer.training and not any(isinstance(x, Cache) for x in (*args, *kwargs.values())):
+            raise ValueError(
+                f"{type(mixer).__name__} (layer_idx={mixer.layer_idx}) runs again, in the backward, without its "
+                "shard: checkpoint whole decoder layers, as model.gradient_checkpointing_enable() does"
+            )
         return
     layout = "zigzag" if shard.documents is None else shard.documents
     current_run.set(RecurrentRun(cp_group=shard.cp_group, layout=layout, config=shard.config))
