@@ -1,6 +1,7 @@
 """Tree attention for Megatron-core: what users import.
 
-The shortest way. It works with any layer spec, and with Megatron-LM's `--cp-comm-type tree`:
+The shortest way. It works with any layer spec, also with Mamba and gated delta nets in it, and with Megatron-LM's
+`--cp-comm-type tree`:
 
     from megatron_tree.integrations import megatron as tree
     tree.install()

@@ -101,10 +101,10 @@ def use_dispatched_documents(model: Any) -> Any:
     cut zigzag as a whole.
 
     Args:
-        model: a GPTModel with tree attention, also wrapped, or a list of model chunks. It is changed.
+        model: a GPTModel or MambaModel with tree attention, also wrapped, or a list of model chunks. It is changed.
     Returns: the model.
-    Raises: ValueError for multi-token prediction, multimodal rotary embeddings, and recurrent layers, which need
-        documents cut one by one.
+    Raises: ValueError for multi-token prediction, multimodal rotary embeddings, and recurrent layers whose cp_comm_type
+        has no tree, which need documents cut one by one.
     """
     for chunk in model if isinstance(model, (list, tuple)) else [model]:
         for module in chunk.modules():
