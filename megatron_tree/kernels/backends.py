@@ -192,20 +192,20 @@ def _module(name: str) -> ModuleType | Library | None:
     return LIBRARIES.get(name) or importlib.import_module(f".{name}", __package__)
 
 
-def _triton_for(x: Tensor) -> ModuleType | None:
+def triton_for(x: Tensor) -> ModuleType | None:
     """Triton's module for a small operation on x that follows the device and not the call's backend, or None."""
     return _module("triton") if x.device.type in ACCELERATORS and x.dtype != torch.float64 else None
 
 
 def merge_packed(packed: Tensor) -> Tensor:
     """Equation (4): merge packed states [n, ..., d_v + 1] (fp32 or fp64), in order, to one [..., d_v + 1]."""
-    triton = _triton_for(packed)
+    triton = triton_for(packed)
     return triton.merge_packed(packed.contiguous()) if triton else merge.merge_packed(packed)
 
 
 def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
     """delta [b, h, s] = rowsum(dout * out) - dlse, fp32 (float64); dout and out [b, s, h, d_v], dlse [b, h, s]."""
-    if triton := _triton_for(out):
+    if triton := triton_for(out):
         return triton.attn_delta(dout, out, dlse)
     dtype = merge.state_dtype(out.dtype)
     delta = (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(1, 2)

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from ..merge import NO_ENTRY, ranked
+from .backends import triton_for
 from .kv_cache import KVCache
 
 MOST_SCORES = 1 << 22  # of some queries with all keys of their row
+MOST_ENTRIES = 1 << 26  # the same on an accelerator, of all rows
 HEADS = 1024  # of queries that are scored at once, at most; their products with a block of keys stay in a core's cache
 PRODUCTS, LEAST = 1 << 17, 256  # numbers of these products, and keys of a block at least
 
@@ -36,8 +38,10 @@ def best_keys(q: Tensor, weights: Tensor, cache: KVCache, topk: int, scale: floa
     Args: q [b, n, h, d]; weights [b, n, h]; cache: index keys [b, s, 1, d], or pages of them, with positions.
     Returns: int64 [b, n, m], falling, then `NO_ENTRY`, and int64 [b, n, m]; m is topk, or the shard's slots if less.
     """
+    m, triton = min(topk, cache.num_slots), triton_for(q)
+    if triton is not None and not triton.index_unsupported(q, cache):
+        return _best_entries(triton.index_entries, q, weights, cache, m, scale)
     b, n, h, _ = q.shape
-    m = min(topk, cache.num_slots)
     lists = torch.full((b, n, m), NO_ENTRY, device=q.device)
     slots = torch.zeros((b, n, m), dtype=torch.int64, device=q.device)
     for i in range(b):  # one by one: a row's bits don't depend on the batch
@@ -52,3 +56,12 @@ def best_keys(q: Tensor, weights: Tensor, cache: KVCache, topk: int, scale: floa
             best, slot = entries.topk(of_row)
             lists[i, some, :of_row], slots[i, some, :of_row] = best, slot
     return lists, slots
+
+
+def _best_entries(index_entries, q: Tensor, weights: Tensor, cache: KVCache, m: int, scale: float):
+    """`best_keys` by a kernel that makes the entries of all slots; nothing is looked at on the host."""
+    parts, step = [], max(1, MOST_ENTRIES // max(1, len(q) * cache.num_slots))
+    for some in (slice(i, i + step) for i in range(0, max(1, q.shape[1]), step)):
+        part = cache._replace(q_positions=cache.q_positions[:, some])
+        parts.append(index_entries(q[:, some], weights[:, some], part, scale).topk(m))
+    return tuple(torch.cat(x, 1) for x in zip(*parts))

@@ -25,7 +25,7 @@ from megatron_tree.bench.kernel_cases import KernelCase, inputs, ours
 from megatron_tree.bench.precompile import Machine, compile_only
 from megatron_tree.config import AttnSpec, Dropout
 from megatron_tree.kernels import KVCache, backends
-from megatron_tree.kernels.triton import decode, host, jvp_host
+from megatron_tree.kernels.triton import decode, host, index_entries, jvp_host
 from megatron_tree.layout import Segment
 
 arch = sys.argv[1]
@@ -45,6 +45,9 @@ for n in (16384, 16385, 17000, 20011, 33333, 64000, 70000):
     for queries in (1, 3):
         lists = torch.zeros(2, queries, n // 100, dtype=torch.int32)
         decode.attn_decode(q.expand(-1, queries, -1, -1), KVCache(k, k, selected=lists), spec)
+        positions = dict(q_positions=lists[..., 0].long(), k_positions=torch.zeros(2, n, dtype=torch.int64))
+        keys = KVCache(k[:, :, :1].contiguous(), None, head_dim_v=64, **positions)
+        index_entries(q.expand(-1, queries, -1, -1), torch.zeros(2, queries, 8), keys, 0.1)
     counts.append(len(compiled))
 print(counts)
 """
@@ -133,10 +136,10 @@ def compilations(program, cache, arch="sm90", *arguments):
 
 
 def test_a_growing_cache_does_not_recompile(tmp_path):
-    """Decode variants with and without lengths and of selected slots, and the merge: four compilations, whatever the
-    length and the lists."""
+    """Decode variants with and without lengths and of selected slots, the merge, and the index: five compilations,
+    whatever the length and the lists."""
     counts = compilations(GROWING_CACHE, tmp_path)
-    assert counts == [4] * len(counts), counts
+    assert counts == [5] * len(counts), counts
 
 
 @pytest.mark.slow

@@ -5,8 +5,8 @@ import torch
 
 from megatron_tree import energy, merge
 from megatron_tree.config import AttnSpec
-from megatron_tree.kernels import KVCache
-from megatron_tree.kernels.triton import decode, host, merge_packed
+from megatron_tree.kernels import KVCache, best_keys
+from megatron_tree.kernels.triton import decode, host, index_entries, index_unsupported, merge_packed
 from support.attention import distances
 from support.paging import paged
 from support.rounding import assert_near
@@ -120,6 +120,36 @@ def test_selected_slots(case, num_splits):
     out, lse = energy.attention(*exact, spec=spec, keep=keep)
     assert_near(state[..., :-1], out, slots)
     assert_near(state[..., -1], lse.transpose(1, 2), slots)
+
+
+@pytest.mark.parametrize("heads", [3, 80])
+@pytest.mark.parametrize("case", ["dense", "paged"])
+def test_index(case, heads):
+    """The entries are those of scores in whole numbers, which are exact; of hidden slots there are none, nor are they
+    read."""
+    g, (b, n, s, d), topk = torch.Generator().manual_seed(4), (2, 3, 150, 20), 40
+    q, k = (torch.randint(-2, 3, shape, generator=g).half() for shape in ((b, n, heads, d), (b, s, 1, d)))
+    weights = torch.randint(-2, 3, (b, n, heads), generator=g).float()
+    positions = torch.stack([torch.randperm(s, generator=g) for _ in range(b)])
+    positions[:, ::9] = -1
+    q_positions, lengths = torch.tensor([[148, 149, 150], [3, 40, 41]]), torch.tensor([150, 120])
+    hidden = (positions < 0) | (positions > q_positions[:, -1:]) | (torch.arange(s) >= lengths[:, None])
+    k, seen = k.masked_fill(hidden[..., None, None], float("nan")).to(DEVICE), {}
+    if case == "paged":
+        k, table = paged(k, 16)
+        seen["block_table"] = table
+        positions = torch.nn.functional.pad(positions, (0, table.shape[1] * 16 - s), value=-1)
+    seen |= {"lengths": lengths, "q_positions": q_positions, "k_positions": positions}
+    cache = KVCache(k, None, head_dim_v=d, **{name: x.to(DEVICE) for name, x in seen.items()})
+    want, slots = best_keys(*(x.cpu() for x in (q, weights)), cache_to(cache, "cpu"), topk, 0.5)
+    assert not index_unsupported(q, cache)
+    entries, found = index_entries(q.to(DEVICE), weights.to(DEVICE), cache, 0.5).topk(topk)
+    assert torch.equal(entries.cpu(), want)
+    assert torch.equal(found.cpu().where(want != merge.NO_ENTRY, 0), slots.where(want != merge.NO_ENTRY, 0))
+
+
+def cache_to(cache, device):
+    return KVCache(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in cache))
 
 
 def test_splits_fill_the_gpu():

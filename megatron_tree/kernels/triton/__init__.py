@@ -2,6 +2,7 @@
 
 from .decode import attn_decode, check_pages
 from .host import attn_bwd, attn_delta, attn_fwd, unsupported
+from .index import index_entries, index_unsupported
 from .jvp_host import attn_bwd_jvp, attn_jvp, takes_duals
 from .merge import merge_packed
 
@@ -13,6 +14,8 @@ __all__ = [
     "attn_fwd",
     "attn_jvp",
     "check_pages",
+    "index_entries",
+    "index_unsupported",
     "merge_packed",
     "takes_duals",
     "unsupported",

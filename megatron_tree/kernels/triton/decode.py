@@ -204,7 +204,7 @@ def check_pages(k: Tensor) -> None:
             )
 
 
-def _unit_rows(positions: Tensor) -> Tensor:
+def unit_rows(positions: Tensor) -> Tensor:
     """Positions [b, s] that the kernel can address: any row stride (0 for a shared row), unit column stride."""
     return positions if positions.stride(1) == 1 or positions.shape[1] == 1 else positions.contiguous()
 
@@ -260,7 +260,7 @@ def _addressable(cache: KVCache, k: Tensor, v: Tensor) -> KVCache:
     k_scale, v_scale = cache.k_scale, cache.v_scale
     if k_scale is not None and k_scale.stride() != v_scale.stride():
         k_scale, v_scale = k_scale.contiguous(), v_scale.contiguous()
-    k_positions, table = (None if x is None else _unit_rows(x) for x in (cache.k_positions, cache.block_table))
+    k_positions, table = (None if x is None else unit_rows(x) for x in (cache.k_positions, cache.block_table))
     return cache._replace(k=k, v=v, k_scale=k_scale, v_scale=v_scale, k_positions=k_positions, block_table=table)
 
 
