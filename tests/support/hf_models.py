@@ -99,6 +99,30 @@ CONFIGS = {
 }
 
 
+def mistral_large4():
+    """A random model of images and text whose queries see the keys that an index selects."""
+    torch.manual_seed(1)
+    text = {name: size for name, size in LATENT.items() if name not in ("first_k_dense_replace", "hidden_size")}
+    text |= {"hidden_size": 64, "n_group": 1, "topk_group": 1, "index_topk": 6, "index_n_heads": 12}
+    text |= {"index_head_dim": 8, "num_hidden_layers": 4, "mlp_layer_types": ["dense", "sparse", "dense", "dense"]}
+    config = transformers.MistralLarge4Config(text_config=text)
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "intermediate_size": 16,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+    }
+    for name, size in {**sizes, "head_dim": 8}.items():
+        setattr(config.vision_config, name, size)
+    model = transformers.MistralLarge4ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1 and "embed" not in name:
+                weight.mul_(4.0)
+    return model
+
+
 def tiny_model(family, seed=1, positions=None):
     """A random model, the same on every rank, with weights large enough that attention matters."""
     torch.manual_seed(seed)

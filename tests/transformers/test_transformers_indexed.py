@@ -12,8 +12,11 @@ from support.ranks import run_distributed
 pytest.importorskip("transformers")
 
 import megatron_tree.integrations.transformers as tree_hf
+<<<<<<< HEAD
 import transformers
 from megatron_tree.attention.decode import DecodeStep
+=======
+>>>>>>> 219410c (Mistral Large 4: latents and index of a model of images and text; caches in 8 bits)
 from megatron_tree.cache.files import model_fingerprint
 from megatron_tree.comm import traffic
 from megatron_tree.generation.requests import Request
@@ -21,16 +24,27 @@ from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.generation.scheduler import Scheduler
 from megatron_tree.generation.speculation import Speculation
 from megatron_tree.integrations.transformers.split_rules import plan_layout
-from support.hf_architectures import INDEXED, assert_logits, random_model, tiny_config
-from support.hf_models import plain, prompt
+from support.hf_architectures import INDEXED, assert_logits, random_model
+from support.hf_models import mistral_large4, plain, prompt
 from support.hf_served import check_served, check_sharded, check_trained
 from support.scheduling import serve, tokens_of
 from support_matrix import refused
 
 NEW = 6
-OF_OTHER_HEADS = ("dots3_note",)
-HEADS = "layers: they have different numbers of heads"
+WHOLE = {
+    "dots3_note": "layers: they have different numbers of heads",
+    "mistral_large4": "vision_tower",
+}
 FAST = ("deepseek_v32", "hy_v4")  # without and with layers that share a selection
+
+
+def _model(name):
+    """A random model; mistral_large4 is one of images and text, and without images here."""
+    if name != "mistral_large4":
+        return random_model(name)
+    model = mistral_large4()
+    model.set_attn_implementation("eager")
+    return model
 
 
 def _cases(with_, without=()):
@@ -38,7 +52,9 @@ def _cases(with_, without=()):
         found = [pytest.mark.supports(f"`{name}`", with_=with_)]
         return found if name in FAST else [*found, pytest.mark.slow]
 
-    return [pytest.param(name, marks=marks(name), id=name) for name in INDEXED if name not in without]
+    return [
+        pytest.param(name, marks=marks(name), id=name) for name in (*INDEXED, "mistral_large4") if name not in without
+    ]
 
 
 def _cache(model, **options):
@@ -46,7 +62,7 @@ def _cache(model, **options):
 
 
 def _generation(rank, world, name):
-    check_served(random_model(name))
+    check_served(_model(name))
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -56,28 +72,56 @@ def test_generation(name, world):
 
 
 def _sharded(rank, world, name):
-    check_sharded(random_model(name))
+    check_sharded(_model(name))
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", _cases("weights over all ranks; 2 and 4 ranks", OF_OTHER_HEADS))
+@pytest.mark.parametrize("name", _cases("weights over all ranks; 2 and 4 ranks", WHOLE))
 def test_weights_over_all_ranks(name, world):
     run_distributed(_sharded, world, name, timeout=200.0)
 
 
 @pytest.mark.parametrize(
-    "name", [refused(f"`{x}`, weights='sharded'", x, when=f"started: {HEADS}") for x in OF_OTHER_HEADS]
+    ("name", "what"),
+    [refused(f"`{name}`, weights='sharded'", name, what, when=f"started: {what}") for name, what in WHOLE.items()],
 )
-def test_weights_that_stay_whole_are_refused_by_name(name):
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(tiny_config(name))
-    with pytest.raises(ValueError, match=HEADS):
-        plan_layout(model, 2, 0)
+def test_weights_that_stay_whole_are_refused_by_name(name, what):
+    with pytest.raises(ValueError, match=what):
+        plan_layout(_model(name), 2, 0)
+
+
+@pytest.mark.refuses("`mistral_large4` with kv_source_layers", when="TreeCache is made: layers share keys and values")
+def test_layers_that_share_keys_and_values_are_refused():
+    config = mistral_large4().config
+    config.text_config.kv_source_layers = [0, 0, 2, 3]
+    with pytest.raises(ValueError, match="layers that share their keys and values"):
+        tree_hf.TreeCache(config)
+
+
+def _eight_bits(rank, world, name, dtype):
+    """A cache in 8 bits, whose index keys are not: near to the plain model, and the same on any number of ranks."""
+    model, ids = _model(name), prompt(2, 37)
+    want = plain(model, ids, 1)[1]
+    model.set_attn_implementation("tree")
+    found = []
+    for group in (None, dist.group.WORLD):
+        cache = tree_hf.TreeCache(model.config, cp_group=group, page_size=2, dtype=dtype)
+        result = tree_hf.generate(model, ids, cache=cache, max_new_tokens=1, chunk_size=8, keep_logits=True)
+        found.append(torch.stack(result.logits, 1))
+        assert cache.store.layers[0].k.dtype.itemsize == 1
+        assert cache.store.layers[0].index_k.dtype == torch.float32
+    assert_logits(found[1], found[0], "ranks")
+    assert float((found[0] - want).abs().max() / want.abs().max()) < {"int8": 0.2, "fp8": 1.0}[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_caches_in_eight_bits(dtype):
+    run_distributed(_eight_bits, 2, "deepseek_v32", dtype)
 
 
 def _rows(rank, world, name, folder):
     """Rows of a runner: run together, copied, cropped, saved and loaded."""
-    model = random_model(name)
+    model = _model(name)
     texts = [prompt(1, length, seed=length)[0] for length in (3, 29, 12)]
     with torch.no_grad():
         want = [model(torch.cat((text, text[:4]))[None]).logits[0] for text in texts]
@@ -134,7 +178,7 @@ class Counting(tree_hf.Runner):
 @pytest.mark.parametrize("speculation", [None, Speculation(2)], ids=["plain", "speculation"])
 def test_scheduler_and_prefixes(name, speculation):
     """Questions about one text, which runs once; tokens proposed from the text and taken back."""
-    model, text = random_model(name), prompt(1, 60)[0].tolist()
+    model, text = _model(name), prompt(1, 60)[0].tolist()
     requests = [Request(prompt=[*text, 7 + i, 3], sampling=SamplingParams(max_tokens=NEW), n=1 + i) for i in range(3)]
     want = [plain(model, torch.tensor([r.prompt]), NEW)[0][0].tolist() for r in requests]
     model.set_attn_implementation("tree")
@@ -157,7 +201,7 @@ def _ask(scheduler, asked):
 
 def _traffic(rank, world, name):
     """What a step sends, lists of 8 bytes a key and states of heads, and reads: rows of selected keys, not all."""
-    model, ids = random_model(name), prompt(1, 61)
+    model, ids = _model(name), prompt(1, 61)
     model.set_attn_implementation("tree")
     config, cache = model.config, _cache(model, schedule="allgather")
     runner = tree_hf.Runner(model, cache, chunk_size=64)
@@ -188,7 +232,7 @@ def test_what_a_step_sends_and_reads(name):
 
 
 def _training(rank, world, name):
-    check_trained(lambda: random_model(name))
+    check_trained(lambda: _model(name))
 
 
 def _packed(rank, world, name):
@@ -196,12 +240,12 @@ def _packed(rank, world, name):
     lengths = (4, 21, 1, 16)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     more = {"input_ids": prompt(1, 42), "labels": prompt(1, 42), "position_ids": positions}
-    check_trained(lambda: random_model(name), **more)
+    check_trained(lambda: _model(name), **more)
 
 
 def _recomputed(rank, world, name):
     def make():
-        model = random_model(name).train()
+        model = _model(name).train()
         model.gradient_checkpointing_enable()
         return model
 
@@ -227,7 +271,7 @@ def test_recomputed_layers(name):
 
 @pytest.mark.parametrize("name", _cases("evaluation without a cache"))
 def test_no_cache(name):
-    model, ids = random_model(name), prompt(2, 21)
+    model, ids = _model(name), prompt(2, 21)
     with torch.no_grad():
         want = model(ids, use_cache=False).logits
         model.set_attn_implementation("tree")

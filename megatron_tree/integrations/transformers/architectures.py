@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import NamedTuple
 
 from transformers.cache_utils import get_layer_types_and_kwargs
@@ -12,7 +13,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 RECURRENT_TYPES = ("linear_attention", "conv")
 BOTH_TYPES = ("hybrid", "hybrid_sliding")  # attention beside a recurrent layer
 INDEXED_TYPES = ("indexed_attention",)
-INDEXED = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4")  # whose indexers select tokens
+INDEXED = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "mistral_large4_text")  # of tokens
 PLAIN_TYPES = ("mlp", "moe")  # Transformers calls them "dummy" where it makes a cache
 CHUNKED = ("llama4_text",)  # their attention says which layers are chunked; see llama4.py
 WINDOW_IN_MASK = ("phimoe",)  # they name their window to the mask only, not to the attention function
@@ -37,6 +38,13 @@ def model_class(config) -> type | None:
     """The causal language model of a configuration; None if Transformers has none, or several."""
     model = AutoModelForCausalLM._model_mapping.get(type(config), None)
     return model if isinstance(model, type) else None
+
+
+def classes_beside(config) -> dict[str, type]:
+    """The classes of the module that has a text model, which need not be a causal language model, by name."""
+    model = model_class(config)
+    name = type(config).__module__.replace(".configuration_", ".modeling_") if model is None else model.__module__
+    return {name: x for name, x in vars(importlib.import_module(name)).items() if isinstance(x, type)}
 
 
 class LayerKind(NamedTuple):
@@ -71,7 +79,8 @@ def layers_of(config) -> list[LayerKind]:
     known += ("chunked_attention",) if text.model_type in CHUNKED else ()
     known += INDEXED_TYPES if text.model_type in INDEXED else ()
     others = sorted({kind for kind, is_plain in zip(kinds, plain) if not is_plain and kind not in known})
-    if others or getattr(text, "num_kv_shared_layers", 0):
+    sharing = getattr(text, "num_kv_shared_layers", 0) or any(getattr(text, "kv_sharing_modes", ()))
+    if others or sharing:
         reason = ", ".join(others) or "layers that share their keys and values"
         raise ValueError(
             f"{name} has {reason}; attn_implementation='tree' serves {' and '.join(LAYER_TYPES)} layers "

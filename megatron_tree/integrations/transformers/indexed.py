@@ -24,7 +24,7 @@ from torch import Tensor
 from ...attention.selection import tree_select_func
 from ...cache.selected_attention import Index, Selection
 from ...comm import outside_graphs
-from .architectures import INDEXED, INSTEAD, model_class
+from .architectures import INDEXED, INSTEAD, classes_beside
 from .batch_shards import SequenceShard
 from .runs import last_update
 
@@ -138,9 +138,7 @@ def index_on_ranks(config) -> None:
     text = config.get_text_config(decoder=True)
     if text.model_type not in INDEXED:
         return
-    model = model_class(config) or model_class(text)
-    known = {} if model is None else vars(sys.modules[model.__module__])
-    indexers = [x for name, x in known.items() if isinstance(x, type) and name.endswith("Indexer")]
+    indexers = [x for name, x in classes_beside(text).items() if name.endswith("Indexer")]
     if not indexers:
         raise ValueError(f"{type(text).__name__} has index_topk={text.index_topk}, but its model no indexer. {INSTEAD}")
     for indexer in indexers:

@@ -8,10 +8,9 @@ as they are, and the attention function takes the model's own weights to read th
 from __future__ import annotations
 
 import functools
-import sys
 
 from ...cache.latent import LatentHeads
-from .architectures import INSTEAD, model_class
+from .architectures import INSTEAD, classes_beside
 from .runs import last_update
 
 
@@ -20,9 +19,7 @@ def keep_latents(config) -> None:
 
     Raises: ValueError for a model that has no such attention.
     """
-    model = model_class(config)
-    known = {} if model is None else vars(sys.modules[model.__module__])
-    attentions = {x for x in known.values() if isinstance(x, type) and "expand_kv" in vars(x)}
+    attentions = {x for x in classes_beside(config).values() if "expand_kv" in vars(x)}
     if not attentions:
         raise ValueError(
             f"{type(config).__name__} has kv_lora_rank={config.kv_lora_rank}, but its model has no attention with a "
