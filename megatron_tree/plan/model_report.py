@@ -62,6 +62,11 @@ def report(
     machine = f"on {len(hosts)} ranks of {topology.name}"
     print(f"\na decode step {machine}; batch {batch}, {seq_len} tokens each; predicted")
     print_rows(_table(steps, STEP, "weights", head_groups=True))
+    if model.recurrent and len(hosts) > model.recurrent.heads:
+        heads = model.recurrent.heads
+        print(
+            f"   ranks beyond the {heads} heads of a recurrent layer have none: --weights sharded takes at most {heads}"
+        )
     print(f"\na prompt of {seq_len} tokens {machine}; predicted")
     print_rows(_table(prompts, PROMPT, "prompt"))
 

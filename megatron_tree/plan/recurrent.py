@@ -14,8 +14,14 @@ class Recurrent(NamedTuple):
 
     layers: int
     heads: int
-    """That ranks can share; of Mamba 1 and of a convolution alone, channels."""
+    """Value heads, which ranks can share; of Mamba 1 and of a convolution alone, channels."""
+    key_heads: int
+    """Each of them serves as many value heads: the keys of delta rules, the groups of Mamba 2."""
     weights: int
+    key_weights: int
+    """Those of them that belong to key heads."""
+    whole_weights: int
+    """Those that every rank has."""
     head_dim: int
     """Rows of a head's state; 0: the layer is a convolution alone."""
     head_dim_v: int
@@ -23,6 +29,8 @@ class Recurrent(NamedTuple):
     """Of a head's transition between two segments: a matrix, a diagonal, or 1."""
     channels: int
     """Of the convolution."""
+    key_channels: int
+    """Those of them that belong to key heads."""
     kernel: int
 
     @classmethod
@@ -64,13 +72,25 @@ class Recurrent(NamedTuple):
         """Numbers of a row's convolution state, which holds the last `kernel` rows, in the model's dtype."""
         return self.channels * self.kernel
 
-    def row_bytes(self, bytes_per_word: int) -> int:
-        """Of the states of a row in all layers."""
-        return self.layers * (self.state * STATE_WORD + self.conv * bytes_per_word)
-
     def share(self, ranks: int) -> float:
-        """Of the layer, on the busiest of `ranks` ranks that share its heads."""
-        return -(-self.heads // ranks) / self.heads
+        """Of the value heads, on the busiest of `ranks` ranks: those of whole key heads, or some of one."""
+        if ranks <= self.key_heads:
+            return self._key_share(ranks)
+        return -(-self.heads // (ranks // self.key_heads * self.key_heads)) / self.heads
+
+    def _key_share(self, ranks: int) -> float:
+        return -(-self.key_heads // ranks) / self.key_heads
+
+    def weights_on(self, ranks: int) -> float:
+        """Of a layer, on the busiest of `ranks` ranks that share its heads."""
+        of_values = self.weights - self.key_weights - self.whole_weights
+        return self.whole_weights + self.key_weights * self._key_share(ranks) + of_values * self.share(ranks)
+
+    def row_bytes(self, bytes_per_word: int, ranks: int = 1) -> float:
+        """Of the states of a row in all layers, on the busiest of `ranks` ranks that share the heads."""
+        channels = self.key_channels * self._key_share(ranks)
+        channels += (self.channels - self.key_channels) * self.share(ranks)
+        return self.layers * (self.state * STATE_WORD * self.share(ranks) + channels * self.kernel * bytes_per_word)
 
 
 def _gated_delta(config: Config) -> dict[str, int]:
@@ -85,11 +105,15 @@ def _gated_delta(config: Config) -> dict[str, int]:
     weights = hidden * (channels + values + 2 * h_v) + channels * kernel + values * hidden + d_v + 2 * h_v
     return dict(
         heads=h_v,
+        key_heads=h_k,
         weights=weights,
+        key_weights=2 * h_k * d_k * (hidden + kernel),
+        whole_weights=d_v,
         head_dim=d_k,
         head_dim_v=d_v,
         map_numbers=d_k * d_k,
         channels=channels,
+        key_channels=2 * h_k * d_k,
         kernel=kernel,
     )
 
@@ -105,7 +129,17 @@ def _kimi_delta(config: Config) -> dict[str, int]:
     gate = hidden * width if bailing else d * (hidden + width)
     weights = 4 * hidden * width + 3 * width * kernel + 2 * gate + hidden * heads + width + heads + d
     return dict(
-        heads=heads, weights=weights, head_dim=d, head_dim_v=d, map_numbers=d * d, channels=3 * width, kernel=kernel
+        heads=heads,
+        key_heads=heads,
+        weights=weights,
+        key_weights=0,
+        whole_weights=d + (0 if bailing else 2 * d * hidden),
+        head_dim=d,
+        head_dim_v=d,
+        map_numbers=d * d,
+        channels=3 * width,
+        key_channels=0,
+        kernel=kernel,
     )
 
 
@@ -121,7 +155,17 @@ def _mamba2(config: Config) -> dict[str, int]:
     normed = config.get("mamba_rms_norm", "mamba_d_ssm" not in config)
     weights = hidden * (inner + channels + heads) + channels * (kernel + 1) + inner * (hidden + normed) + 3 * heads
     return dict(
-        heads=heads, weights=weights, head_dim=n, head_dim_v=d_v, map_numbers=1, channels=channels, kernel=kernel
+        heads=heads,
+        key_heads=groups,
+        weights=weights,
+        key_weights=2 * groups * n * (hidden + kernel + 1),
+        whole_weights=0,
+        head_dim=n,
+        head_dim_v=d_v,
+        map_numbers=1,
+        channels=channels,
+        key_channels=2 * groups * n,
+        kernel=kernel,
     )
 
 
@@ -132,11 +176,20 @@ def _mamba1(config: Config) -> dict[str, int]:
     inner, kernel = config.number("mamba_expand", default=2) * hidden, config.number("mamba_d_conv")
     weights = 3 * hidden * inner + inner * (kernel + 1) + inner * (rank + 2 * n) + inner * (rank + 1)
     weights += inner * (n + 1) + rank + 2 * n
-    return dict(heads=inner, weights=weights, head_dim=n, head_dim_v=1, map_numbers=n, channels=inner, kernel=kernel)
+    return dict(
+        **_channels(inner, weights, kernel), whole_weights=rank + 2 * n, head_dim=n, head_dim_v=1, map_numbers=n
+    )
 
 
 def _convolution(config: Config) -> dict[str, int]:
     """LFM 2 and 3."""
     hidden, kernel = config.number("hidden_size"), config.number("conv_L_cache")
     weights = 4 * hidden * hidden + hidden * kernel
-    return dict(heads=hidden, weights=weights, head_dim=0, head_dim_v=0, map_numbers=0, channels=hidden, kernel=kernel)
+    return dict(**_channels(hidden, weights, kernel), whole_weights=0, head_dim=0, head_dim_v=0, map_numbers=0)
+
+
+def _channels(count: int, weights: int, kernel: int) -> dict[str, int]:
+    """A layer without heads: each channel is one."""
+    return dict(
+        heads=count, key_heads=count, weights=weights, key_weights=0, channels=count, key_channels=0, kernel=kernel
+    )

@@ -7,9 +7,10 @@
 Of n segments, b * h rows and words of B bytes a rank sends
 
     gather      (p - 1) n rows (|M| + |U|) B
-    exchange    (p - 1) ceil(rows / p) (n (|M| + 2 |U|) + |U| for the final state) B
+    exchange    (p - 1) / p rows (n (|M| + 2 |U|) + |U| for the final state) B
 
-bytes, which do not depend on the sequence's length. The backward scans gradients in the other direction, alike.
+bytes, which do not depend on the sequence's length; less those of the last segment if the final state is not wanted.
+The backward scans gradients in the other direction, alike.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class ScanSizes(NamedTuple):
     """What one scan moves."""
 
     segments: int
-    """Of the rank that has most; those of the others are padded."""
+    """Of the rank that has most."""
     rows: int
     """Maps of a segment: b * h."""
     map_numbers: int
@@ -80,8 +81,9 @@ def scans(placed: PlacedTopology, sizes: ScanSizes) -> list[ReductionPlan]:
     """Both schedules with their predicted cost, the simpler one first."""
     p, n, word = placed.world, sizes.segments, sizes.bytes_per_word
     one_map = (sizes.map_numbers + sizes.state_numbers) * word
-    share = -(-sizes.rows // p)
+    share = -(-sizes.rows // p)  # of the busiest rank
     returned = share * (n + sizes.with_final) * sizes.state_numbers * word
+    mean = sizes.rows / (p * share)
 
     whole, parts = Rounds(placed), Rounds(placed)
     if p > 1:
@@ -89,15 +91,15 @@ def scans(placed: PlacedTopology, sizes: ScanSizes) -> list[ReductionPlan]:
         add_exchange(parts, n * share * one_map)
         add_exchange(parts, returned)
     costs = []
-    for schedule, rounds, rows, held in (
-        ("gather", whole, sizes.rows, n * sizes.rows * one_map),
-        ("exchange", parts, share, n * share * one_map + returned),
+    for schedule, rounds, rows, held, part in (
+        ("gather", whole, sizes.rows, n * sizes.rows * one_map, 1.0),
+        ("exchange", parts, share, n * share * one_map + returned, mean),
     ):
         compute = sizes.seconds(placed.topology, rows, p * n)
         cost = Cost(
             time_s=compute + rounds.time,
             compute_s=compute,
-            bytes_per_level=tuple(rounds.sent),
+            bytes_per_level=tuple(part * sent for sent in rounds.sent),
             steps=rounds.steps,
             peak_bytes=p * held if p > 1 else 0,
         )

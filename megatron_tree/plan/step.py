@@ -162,8 +162,8 @@ class _Step(NamedTuple):
         weights += model.index.layers * model.index.weights if model.index else 0
         states = 0.0
         if recurrent := model.recurrent:
-            weights += recurrent.layers * recurrent.weights * recurrent.share(split)
-            states = self.batch * recurrent.row_bytes(word) * recurrent.share(split)
+            weights += recurrent.layers * recurrent.weights_on(split)
+            states = self.batch * recurrent.row_bytes(word, split)
         read = weights + model.attention_layers * more + model.layers * model.experts_read(self.batch) / split
         held = weights + (model.layers * model.expert * model.num_experts - model.repeated) / split
         read_s = (read * word + cache + index_keys + 2 * states) / self.topology.memory_bandwidth

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_tree.integrations.transformers.recurrent_rules import HeadShare, rule_of
 from megatron_tree.plan.layers import Config, Layers
 from megatron_tree.plan.model import Index, ModelSizes
 from megatron_tree.plan.recurrent import Recurrent
@@ -82,6 +83,19 @@ def test_what_a_row_keeps(name):
     assert sizes.attention_layers == sum(x is not None for x in keys) / 2
 
 
+@pytest.mark.parametrize("name", ["bamba", "jamba", "kimi_linear", "lfm3", "nemotron_h", "olmo_hybrid", "qwen3_next"])
+@pytest.mark.parametrize("ranks", [2, 5, 24])
+def test_what_the_busiest_rank_has(name, ranks):
+    """As ranks share the heads of a layer with sharded weights."""
+    config = transformers.CONFIG_MAPPING[name](**FULL_SIZE[name][2])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    layer = next(module for module in model.modules() if rule_of(module))
+    shares = [HeadShare(rule_of(layer), layer, ranks, rank) for rank in range(ranks)]
+    recurrent = ModelSizes.of(config.to_dict()).recurrent
+    assert max(len(range(*share.values)) for share in shares) == recurrent.heads * recurrent.share(ranks)
+
+
 QWEN = {"num_hidden_layers": 8, "linear_conv_kernel_dim": 4}
 SAME = [  # ways to say that layers 3 and 7 of 8 attend
     {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2},
@@ -116,9 +130,10 @@ def test_which_layers_have_experts():
 def test_gathered_tokens_and_states():
     """The example of docs/planner.md: states of 36 layers in fp32, and keys and values of 12."""
     sizes = ModelSizes.of(transformers.CONFIG_MAPPING["qwen3_next"]().to_dict())
-    layer = Recurrent(36, 32, sizes.recurrent.weights, 128, 128, 128 * 128, 8192, 4)
+    weights, keys = sizes.recurrent.weights, 2 * 16 * 128
+    layer = Recurrent(36, 32, 16, weights, keys * (2048 + 4), 128, 128, 128, 128 * 128, 8192, keys, 4)
     assert sizes.recurrent == layer and layer.state == 32 * 128 * 128 and sizes.token == 12 * 2 * 512
-    assert layer.share(8) == 1 / 8 and layer.share(64) == 1 / 32 and layer.share(5) == 7 / 32
+    assert [layer.share(ranks) for ranks in (1, 5, 8, 24, 32)] == [1, 1 / 4, 1 / 8, 1 / 16, 1 / 32]
     assert ModelSizes.of({**transformers.CONFIG_MAPPING["deepseek_v32"]().to_dict()}).index == Index(
         61, 64, 128, 2048, 1536 * 64 * 128 + 7168 * (128 + 64)
     )

@@ -16,7 +16,7 @@ from support.published_models import MODELS
 LLAMA, DEEPSEEK = (ModelSizes.of(config) for config in MODELS.values())
 DGX = load_topology("dgx_h100")
 S = 1 << 20
-DELTA = Recurrent(36, 32, 33_718_464, 128, 128, 128 * 128, 8192, 4)
+DELTA = Recurrent(36, 32, 16, 33_718_464, 4096 * 2052, 128, 128, 128, 128 * 128, 8192, 4096, 4)
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "planner.md"
 
 

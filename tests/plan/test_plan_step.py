@@ -75,33 +75,39 @@ def test_projections_into_latents_are_split_where_that_is_faster():
         assert splits_latents(placed, [(1e12, 1.0)], 2) and not splits_latents(placed, [(1.0, 1.0)], 2)
 
 
-def hybrid(**fields):
-    """Four layers of Qwen3-Next's sizes, of which one attends."""
-    sizes = {"num_hidden_layers": 4, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 2}
-    sizes |= {"head_dim": 256, "intermediate_size": 5632, "vocab_size": 1024, "full_attention_interval": 4}
-    delta = {
-        "num_key_heads": 16,
-        "num_value_heads": 32,
-        "key_head_dim": 128,
-        "value_head_dim": 128,
-        "conv_kernel_dim": 4,
-    }
-    return ModelSizes.of(sizes | {f"linear_{name}": size for name, size in delta.items()} | fields)
+HYBRID = {  # four layers of Qwen3-Next's sizes, of which one attends
+    "num_hidden_layers": 4,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "intermediate_size": 5632,
+    "vocab_size": 1024,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
 
 
 @pytest.mark.parametrize("ranks", [4, 8, 16, 64])
 def test_recurrent_layers(ranks):
     """Ranks that split the weights have 1/N of the heads, their weights and states; others have all. Nothing moves but
     results: a recurrent layer sends what an MLP does."""
-    model = hybrid()
+    model = ModelSizes.of(HYBRID)
     found, state = costs(model, ranks, batch=2), 2 * 3 * (32 * 128 * 128 * 4 + 8192 * 4 * 2)
-    share = math.ceil(32 / ranks) / 32
-    assert found["whole weights"].state_bytes == state and found["sharded"].state_bytes == state * share
+    values, keys = 1 / min(ranks, 32), 1 / min(ranks, 16)
+    of_keys = 2 * 3 * 4096 * 4 * 2 * (keys - values)
+    assert found["whole weights"].state_bytes == state
+    assert found["sharded"].state_bytes == pytest.approx(state * values + of_keys)
     assert found["tensor parallel"].state_bytes == state / 2  # of two KV heads
     assert found["whole weights"].weight_bytes == 2 * model.words(2)
     attention = model.queries / ranks + model.keys / math.gcd(ranks, 2) + model.output / ranks
+    recurrent = model.recurrent.weights * values + 4096 * 2052 * (keys - values)
     rest = (4 * model.mlp + model.lm_head) / ranks
-    assert found["sharded"].weight_bytes == pytest.approx(2 * (attention + rest + 3 * model.recurrent.weights * share))
+    assert found["sharded"].weight_bytes == pytest.approx(2 * (attention + rest + 3 * recurrent), rel=1e-4)
     assert {c.cache_bytes for c in found.values()} == {2 * 2 * (1 << 20) * 1 * 2 * 512 / ranks}
     for cost in found.values():
         touched = cost.weight_bytes + cost.cache_bytes + 2 * cost.state_bytes
@@ -196,6 +202,17 @@ def test_command(tmp_path, capsys):
     assert [way["way"] for way in found["ways"]] == list(WAYS) and found["ranks"] == 16
     assert found["model"]["cache_bytes_of_a_token"] == 2 * 61 * 576 and found["model"]["recurrent_layers"] == 0
     assert [way["way"] for way in found["prompt"]] == ["tokens shared", "tensor parallel"]
+
+
+def test_command_with_more_ranks_than_recurrent_heads(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(HYBRID))
+    options = ["--topology", "dgx_h100", "--seq-len", "64k", "--model", str(tmp_path), "--nodes"]
+    for nodes, note in (("4", False), ("5", True)):
+        assert main([*options, nodes]) == 0
+        out = capsys.readouterr().out
+        assert "4 layers, of which 1 attend, 3 are recurrent" in out and "6.29 MB of recurrent states" in out
+        assert "  states  " in out and "index" not in out
+        assert ("ranks beyond the 32 heads of a recurrent layer have none" in out) == note
 
 
 @pytest.mark.parametrize(
