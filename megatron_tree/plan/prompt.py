@@ -110,12 +110,11 @@ class _Prompt(NamedTuple):
         return PromptCost(way, **times, moved_s=moved_s, moved_bytes=moved, keys_bytes=keys, states_bytes=states)
 
     def _moved(self) -> PrefillSizes:
-        """Weights and tokens of a prompt whose tokens are shared."""
+        """Weights and tokens of a prompt whose tokens are shared. Projections into latents and indexers are whole."""
         model, world = self.model, len(self.hosts)
         part = self.word * (world - 1) / world
-        attention = [(model.queries + model.keys + model.shared + model.output) * part] * model.attention_layers
+        attention = [(model.queries + model.keys + model.output) * part] * model.attention_layers
         attention += [model.recurrent.weights * part] * model.recurrent.layers if model.recurrent else []
-        attention += [model.index.weights * part] * model.index.layers if model.index else []
         blocks = [model.layers * model.mlp / model.mlps * part] * model.mlps
         copies = 2 * model.experts_per_token * model.hidden_size * part * model.expert_layers
         return PrefillSizes(world, 1, model.hidden_size * self.word, 0, attention, blocks, experts=copies)
