@@ -9,8 +9,8 @@ Of n segments, b * h rows and words of B bytes a rank sends
     gather      (p - 1) n rows (|M| + |U|) B
     exchange    (p - 1) / p rows (n (|M| + 2 |U|) + |U| for the final state) B
 
-bytes, which do not depend on the sequence's length; less those of the last segment if the final state is not wanted.
-The backward scans gradients in the other direction, alike.
+bytes, which do not depend on the sequence's length; less the initial state of the first segment, and the map of the
+last if the final state is not wanted. The backward scans gradients in the other direction, alike.
 """
 
 from __future__ import annotations

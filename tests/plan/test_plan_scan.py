@@ -3,10 +3,15 @@
 import dataclasses
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from megatron_tree import tree_scan
+from megatron_tree.comm import record
 from megatron_tree.plan import default_topology, load_topology, place, plan_scan
 from megatron_tree.plan.cost import placed_topology
 from megatron_tree.plan.scan import ScanSizes, scans
+from support.ranks import run_distributed
 
 DGX, ETHERNET = default_topology("nccl"), default_topology("gloo")
 MATRIX = dict(map_numbers=128 * 128, state_numbers=128 * 128)
@@ -38,6 +43,29 @@ def test_bytes(world, map_numbers, with_final, topology):
     assert whole.peak_bytes == world * n * rows * (map_numbers + state) * 4
     assert parts.peak_bytes == world * share * each * 4
     assert parts.compute_s == pytest.approx(whole.compute_s / world)
+
+
+def _sent(rank, world, schedule):
+    update = torch.randn(1, 2, 3, 4, 5)  # 6 rows of 4 x 5 numbers
+    with record() as log:
+        tree_scan(
+            torch.randn(1, 2, 3, 4),
+            update,
+            cp_group=dist.group.WORLD,
+            layout="contiguous",
+            schedule=schedule,
+            return_final_state=True,
+        )
+    return sum(entry.bytes for entry in log if entry.op == "all_to_all")
+
+
+@pytest.mark.parametrize("schedule", ["gather", "exchange"])
+def test_bytes_are_those_of_a_scan(schedule):
+    """The mean over four ranks, of which two scan one row and two two; but for the initial state of the first segment,
+    which nobody sends: that of five rows that other ranks scan."""
+    sent = run_distributed(_sent, 4, schedule)
+    predicted = found([0] * 4, ScanSizes(1, 6, 4, 20, True))[schedule].bytes
+    assert sum(sent) == pytest.approx(4 * predicted - (5 * 20 * 4 if schedule == "exchange" else 0))
 
 
 def test_rows_that_ranks_cannot_share_evenly():

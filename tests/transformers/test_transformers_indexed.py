@@ -12,11 +12,7 @@ from support.ranks import run_distributed
 pytest.importorskip("transformers")
 
 import megatron_tree.integrations.transformers as tree_hf
-<<<<<<< HEAD
-import transformers
 from megatron_tree.attention.decode import DecodeStep
-=======
->>>>>>> 219410c (Mistral Large 4: latents and index of a model of images and text; caches in 8 bits)
 from megatron_tree.cache.files import model_fingerprint
 from megatron_tree.comm import traffic
 from megatron_tree.generation.requests import Request
