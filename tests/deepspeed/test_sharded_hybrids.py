@@ -6,14 +6,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_distributed
+from support.ranks import largest, run_distributed
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("transformers")
 
 import megatron_tree.integrations.transformers as tree_hf
+from megatron_tree import TreeConfig, comm
+from megatron_tree.generation.scheduler import Scheduler
 from support.hf_architectures import HYBRIDS, WHOLE, assert_logits, random_model
 from support.hf_models import hf_generate, left_padded, plain, prompt
+from support.scheduling import request, serve, tokens_of
 
 NEW = 4
 FAST = ("qwen3_next", "falcon_h1")
@@ -217,6 +220,63 @@ def _from_files(rank, world, folder, name):
 def test_pieces_are_read_from_files(name, tmp_path):
     random_model(name).save_pretrained(tmp_path)
     run_distributed(_from_files, 2, str(tmp_path), name, fresh=True, timeout=200)
+
+
+def _bf16(rank, world, name):
+    """The error of the next token's logits by that of the plain model in bf16, and the bits of a step of two rows."""
+    ids, model = prompt(1, 40), random_model(name)
+    with torch.no_grad():
+        truth = model(ids, logits_to_keep=1).logits
+        allowed = (model.to(torch.bfloat16)(ids, logits_to_keep=1).logits - truth).abs().max()
+    runner = _engine(model).new_runner()
+    error = (runner.prefill(runner.add(), ids[0]) - truth).abs().max() / allowed
+    return float(error), runner.step([runner.add(), runner.add()], ids[:, :2].view(2, 1))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "bamba"])
+def test_bf16_within_the_rule_and_the_same_bits_on_all_ranks(name):
+    errors, logits = zip(*run_distributed(_bf16, 4, name, fresh=True))
+    assert largest(errors) <= 2
+    assert all(torch.equal(own, logits[0]) for own in logits)
+
+
+def _sent_in_a_step(rank, world, num_groups):
+    model = random_model("bamba", mamba_n_groups=num_groups)
+    runner = _engine(model, tree_config=TreeConfig(transport="direct")).new_runner()
+    row, ids = runner.add(), prompt(1, 9)[0]
+    runner.prefill(row, ids)
+    with comm.record() as sent:
+        runner.step([row], ids[None, :1])
+    return sum(x.bytes for x in sent)
+
+
+def test_bytes_of_norms_over_heads_of_several_ranks():
+    """A number for each token, group and layer, to each other rank; none where no ranks share a group."""
+    world, layers = 4, 2
+    sent = {n: run_distributed(_sent_in_a_step, world, n, fresh=True) for n in (1, 2, world)}
+    for num_groups in (1, 2):
+        for own, without in zip(sent[num_groups], sent[world], strict=True):
+            assert own - without == (world - 1) * layers * num_groups * 4
+
+
+def _served(rank, world, name):
+    """Rows that go on with another's text, and several answers of one prompt, over parts of the states."""
+    requests = [request(length, NEW) for length in (5, 9, 5)] + [request(7, NEW, n=2)]
+    model = random_model(name)
+    want = [plain(model, r.prompt[None], NEW)[0][0].tolist() for r in requests]
+    runner = _engine(model).new_runner()
+    scheduler = Scheduler(runner, max_rows=4, max_waiting=8, keep_bytes=1 << 20)
+    if rank:
+        scheduler.run()
+        return
+    events = serve(scheduler, requests)
+    for found, own in zip(events, want, strict=True):
+        assert tokens_of(found) == own
+    assert tokens_of(events[-1], 1) == want[-1]
+
+
+def test_served_together():
+    run_distributed(_served, 2, "qwen3_next", fresh=True)
 
 
 def _refusals(rank, world):
