@@ -86,6 +86,7 @@ class Runner(RowRunner):
 
     @property
     def shares_prompts(self) -> bool:
+        """As of any runner, but not with recurrent layers whose functions are unknown (mixers.py)."""
         return super().shares_prompts and self.cache.runs.can_share
 
     def most_at_once(self, length: int) -> int | None:
