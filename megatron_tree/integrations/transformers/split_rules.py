@@ -39,6 +39,8 @@ MLPS = (  # projections to the neurons, the first of two is the gate; and the on
 )
 GATED_MLPS = ("gate_up_proj", "input_linear")  # gates, then inputs of the neurons
 ROUTERS = ("gate", "router", "shared_expert_gate", "expert_bias")
+EXPERTS = ("gate_up_proj", "up_proj")  # of all experts in one parameter, with a gate for each neuron and without
+JOINTS = ("fc1_latent_proj", "fc2_latent_proj")  # from and to the hidden states of Nemotron-H's experts
 EXPERT_UNITS = (8, 4)  # torch's grouped matrix product wants rows of whole 16 bytes
 
 
@@ -76,8 +78,11 @@ def _find_pieces(model, world: int, rank: int, *, split_latents: bool, repeat_qu
             _latent_attention(layout, model, name, module, config.num_attention_heads, split_latents)
         elif queries and output:
             _attention(layout, model, name, module, queries, output, config.num_attention_heads, kv_heads)
-        elif isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
+        elif any(isinstance(getattr(module, x, None), nn.Parameter) for x in EXPERTS):
             _experts(layout, model, name, module)
+        for child in JOINTS:
+            if isinstance(getattr(module, child, None), nn.Linear):
+                _gathered_rows(layout, f"{name}.{child}", getattr(module, child))
         if hasattr(module, "mamba_decoder"):  # Zamba: of what a transformer block gives, which layers share
             _gathered_rows(layout, f"{name}.linear", module.linear)
         for ups, down in MLPS:
@@ -275,15 +280,17 @@ def _experts(layout: WeightLayout, model, name: str, module) -> None:
     """All experts are on every rank, each with a part of its neurons, so that every rank does the same work."""
     transposed, concatenated = (getattr(module, x, None) for x in ("is_transposed", "is_concatenated"))
     rows, columns = (2, 1) if transposed else (1, 2)
-    width = module.down_proj.shape[columns]
-    if None in (transposed, concatenated) or module.gate_up_proj.shape[rows] != 2 * width:
-        raise _refused(model, f"{name}.gate_up_proj", f"gates and inputs of {width} neurons were expected")
+    width, has_gates = module.down_proj.shape[columns], hasattr(module, "gate_up_proj")
+    up = EXPERTS[not has_gates]
+    if None in (transposed, concatenated) or getattr(module, up).shape[rows] != (1 + has_gates) * width:
+        what = "gates and inputs" if has_gates else "inputs"
+        raise _refused(model, f"{name}.{up}", f"{what} of {width} neurons were expected")
     unit = next((n for n in EXPERT_UNITS if width % n == 0 and width // n >= layout.world), None)
     if unit is None:
-        raise _refused(model, f"{name}.gate_up_proj", f"{width} neurons in units of 4 are too few for all ranks")
+        raise _refused(model, f"{name}.{up}", f"{width} neurons in units of 4 are too few for all ranks")
     start, stop = local = layout.share(width, unit)
     both = (local, (width + start, width + stop)) if concatenated else ((2 * start, 2 * stop),)
-    layout.pieces[f"{name}.gate_up_proj"] = Piece(rows, both)
+    layout.pieces[f"{name}.{up}"] = Piece(rows, both if has_gates else (local,))
     layout.pieces[f"{name}.down_proj"] = Piece(columns, (local,))
     if getattr(module, "gate_up_proj_bias", None) is not None:
         layout.pieces[f"{name}.gate_up_proj_bias"] = Piece(1, both)
