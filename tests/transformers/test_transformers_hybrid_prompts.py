@@ -126,3 +126,21 @@ def _failures(rank, world):
 
 def test_failures():
     run_distributed(_failures, 2)
+
+
+def _trained(rank, world):
+    """A model that trains on shards is evaluated over a cache in between, before and after."""
+    model, text = random_model("qwen3_next"), prompt(1, 24)[0]
+    batch = tree_hf.shard_batch({"input_ids": text[None], "labels": text[None]}, cp_group=dist.group.WORLD)
+    with torch.no_grad():
+        want = model(text[None]).logits[0]
+    model.set_attn_implementation("tree")
+    for what in ("before", "after"):
+        runner = _runner(model.eval())
+        assert_logits(runner.prefill(runner.add(), text), want[-1], f"{what} training")
+        tree_hf.train_on_shards(model)
+        model.train()(**batch).loss.backward()
+
+
+def test_between_steps_of_training():
+    run_distributed(_trained, 2)
