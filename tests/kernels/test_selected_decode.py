@@ -88,3 +88,25 @@ def test_selected_slots_of_eight_bits(backend, stored):
     pv, *scales = (pages for pages, _ in others)
     cache = KVCache(pk, pv, *scales, lengths=torch.full((BATCH,), SLOTS), block_table=table, selected=rows)
     check(kernels.attn_decode(q, cache, AttnSpec(softmax_scale=32**-0.5), backend), q, *exact, keep)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_scores_of_the_index(dtype):
+    """Any number of heads, queries and columns; keys that lie apart, in one block and several."""
+    for n, h, d, s in ((1, 1, 128, 3000), (1, 64, 128, 70), (3, 500, 20, 333), (2, 2, 7, 1), (1, 1, 4, 0)):
+        q, k = torch.randn(n, h, d).to(dtype), torch.randn(s, 2, d).to(dtype)[:, 0]
+        weights = torch.randn(n, h)
+        products = (q.double().flatten(0, 1) @ k.double().T).view(n, h, s) * 0.3
+        want = (weights.double()[..., None] * products.clamp(min=0)).sum(1)
+        assert_near(kernels.index_scores(q, weights, k, 0.3), want, h * d)
+
+
+def test_index_scores_keep_nan_to_its_key():
+    """What lies in hidden slots is hidden afterwards: it must not reach the scores of others."""
+    q, k, weights = torch.randn(1, 4, 16), torch.randn(100, 16), torch.randn(1, 4)
+    want = kernels.index_scores(q, weights, k, 1.0)
+    k[37] = float("nan")
+    found = kernels.index_scores(q, weights, k, 1.0)
+    assert (
+        found[0, 37].isnan() and torch.equal(found[0, :37], want[0, :37]) and torch.equal(found[0, 38:], want[0, 38:])
+    )
