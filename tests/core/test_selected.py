@@ -14,10 +14,14 @@ from megatron_tree import (
     shard_sequence,
     tree_attn_func,
     tree_attn_varlen_func,
+    tree_prefill,
     tree_select_func,
 )
+from megatron_tree.attention.selection import tree_select_prefill
+from megatron_tree.comm import traffic
 from megatron_tree.config import AttnSpec
 from megatron_tree.layout import document_positions
+from megatron_tree.plan import grids
 from support.attention import configs, make_inputs, make_sinks, run_call, worst_error
 from support.ranks import run_distributed
 
@@ -44,15 +48,17 @@ def _chosen(index, sequences, topk=TOPK):
     return chosen
 
 
-def _oracle(inputs, chosen, sinks):
-    """(out, lse, dq, dk, dv, dsinks) under this mask."""
+def _oracle(inputs, chosen, sinks, *, grads=True):
+    """(out, lse, dq, dk, dv, dsinks), or without gradients, under this mask."""
     spec = AttnSpec(softmax_scale=inputs[0].shape[-1] ** -0.5)
     parts = []
     for row, keep in enumerate(chosen):
         of_row = [x[row : row + 1].double() for x in inputs]
         options = dict(spec=spec, keep=keep, keep_weights=None, sinks=sinks)
         out, lse = energy.attention(*of_row[:3], **options)
-        parts.append((out, lse, *energy.attention_grads(*of_row, **options)))
+        parts.append((out, lse, *(energy.attention_grads(*of_row, **options) if grads else ())))
+    if not grads:
+        return tuple(map(torch.cat, zip(*parts)))
     *rows, dsinks = zip(*parts)
     return *(torch.cat(x) for x in rows), sum(dsinks)
 
@@ -136,19 +142,44 @@ def test_tangents():
     run_distributed(_tangents, 2)
 
 
+def _prefill(rank, world):
+    """The last tokens of a prompt over a cache whose pages of 4 are dealt out; what the selection sends."""
+    inputs, index = [x[:1] for x in make_inputs(SEQ, (4, 2))], _index(1, SEQ)
+    first, pages = SEQ - 16, [range(i, i + 4) for i in range(0, SEQ, 4)]
+    held = [[i for page in pages[r::world] for i in page] for r in range(world)]
+    segments = [[(4 * j, page[0], 4) for j, page in enumerate(pages[r::world])] for r in range(world)]
+    shares = [[(first + r * 16 // world, 16 // world)] for r in range(world)]
+    queries = slice(shares[rank][0][0], sum(shares[rank][0]))
+    q, k, v = inputs[0][:, queries], inputs[1][:, held[rank]], inputs[2][:, held[rank]]
+    out, *_ = _oracle(inputs, _chosen(index, [0] * SEQ), None, grads=False)
+    where = dict(shares=shares, key_segments=segments, cp_group=dist.group.WORLD)
+    of_index = index[0][:, queries], index[1][:, queries], index[2][:, held[rank]]
+    with traffic.record() as log:
+        selected = tree_select_prefill(*of_index, topk=TOPK, config=TreeConfig(transport="direct"), **where)
+    assert sum(x.bytes for x in log) == (world - 1) * max(map(len, held)) * DIM * 4
+    for grid in grids(world):
+        got = tree_prefill(q, k, v, selected=selected, grid=grid, **where)
+        assert (got - out[:, queries]).abs().max() < 1e-13, grid
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_prefill_over_a_cache(world):
+    run_distributed(_prefill, world)
+
+
 def test_what_travels_is_a_list():
     """4 m bytes of a query in a grid that sends queries, nothing where they stay."""
     run_distributed(_bytes, 2)
 
 
 def _bytes(rank, world):
-    from megatron_tree.comm import traffic
-
     inputs, index = make_inputs(SEQ, (4, 2)), _index(2, SEQ)
     rows = shard_positions(SEQ, rank, world, "zigzag")
     q, k, v, _ = (x[:, rows] for x in inputs)
     options = dict(cp_group=dist.group.WORLD)
-    selected = tree_select_func(*(x[:, rows] for x in index), topk=TOPK, **options)
+    with traffic.record() as log:
+        selected = tree_select_func(*(x[:, rows] for x in index), topk=TOPK, **options)
+    assert sum(x.bytes for x in log) == (world - 1) * index[2][:, rows].numel() * 4
     for grid, travels in (((2, 1), True), ((1, 2), False)):
         config, sent = TreeConfig(grid=grid), []
         for given in (None, selected):
