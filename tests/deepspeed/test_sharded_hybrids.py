@@ -295,6 +295,7 @@ def _refusals(rank, world):
     for name, changes, options in (
         ("qwen3_next", {"linear_num_key_heads": 1, "linear_num_value_heads": 2}, {}),
         ("qwen3_next", {}, {"queries": "repeated"}),
+        ("qwen3_next", {"dtype": torch.bfloat16}, {}),
     ):
         with pytest.raises(ValueError) as error:
             _engine(random_model(name, **changes), **options)
@@ -306,3 +307,4 @@ def test_refusals():
     for said in run_distributed(_refusals, 4, fresh=True):
         assert "linear_attn: 2 value heads (1 key heads) on 4 ranks" in said[0] and "start 2 ranks or fewer" in said[0]
         assert "queries='repeated' can't split" in said[1]
+        assert "experts.gate_up_proj: 16 neurons in units of 8 are too few for all ranks" in said[2]

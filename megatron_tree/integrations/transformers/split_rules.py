@@ -41,7 +41,7 @@ GATED_MLPS = ("gate_up_proj", "input_linear")  # gates, then inputs of the neuro
 ROUTERS = ("gate", "router", "shared_expert_gate", "expert_bias")
 EXPERTS = ("gate_up_proj", "up_proj")  # of all experts in one parameter, with a gate for each neuron and without
 JOINTS = ("fc1_latent_proj", "fc2_latent_proj")  # from and to the hidden states of Nemotron-H's experts
-EXPERT_UNITS = (8, 4)  # torch's grouped matrix product wants rows of whole 16 bytes
+EXPERT_UNITS, ROW_BYTES = (8, 4), 16  # torch's grouped matrix product wants rows of whole 16 bytes
 
 
 def plan_layout(
@@ -285,9 +285,10 @@ def _experts(layout: WeightLayout, model, name: str, module) -> None:
     if None in (transposed, concatenated) or getattr(module, up).shape[rows] != (1 + has_gates) * width:
         what = "gates and inputs" if has_gates else "inputs"
         raise _refused(model, f"{name}.{up}", f"{what} of {width} neurons were expected")
-    unit = next((n for n in EXPERT_UNITS if width % n == 0 and width // n >= layout.world), None)
+    units = [n for n in EXPERT_UNITS if n * model.dtype.itemsize >= ROW_BYTES]
+    unit = next((n for n in units if width % n == 0 and width // n >= layout.world), None)
     if unit is None:
-        raise _refused(model, f"{name}.{up}", f"{width} neurons in units of 4 are too few for all ranks")
+        raise _refused(model, f"{name}.{up}", f"{width} neurons in units of {units[-1]} are too few for all ranks")
     start, stop = local = layout.share(width, unit)
     both = (local, (width + start, width + stop)) if concatenated else ((2 * start, 2 * stop),)
     layout.pieces[f"{name}.{up}"] = Piece(rows, both if has_gates else (local,))
