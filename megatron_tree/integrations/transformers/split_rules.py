@@ -5,8 +5,9 @@ of their KV heads, so cache and weights are both split over all N ranks, whateve
 output projection, MLPs, experts, embedding and LM head over all ranks, k and v over the head groups. Queries may be
 split over the head groups, too: then each rank of a group computes those of all its heads. Latent attention has one
 KV head, so all ranks share the tokens; its down projections are split by rows and their outputs gathered, or whole on
-every rank where messages take longer than reading them. Norms over all heads are split as these are. Other norms and
-routers are small and whole on every rank. Anything else is refused.
+every rank where messages take longer than reading them. Recurrent layers are split by their heads (recurrent_rules.py).
+Norms over all heads are split as these are. Other norms and routers are small and whole on every rank. Anything else is
+refused.
 """
 
 from __future__ import annotations
