@@ -1,5 +1,7 @@
 """Prompts of hybrid models over ranks that run their own tokens each, against plain Transformers."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -144,3 +146,25 @@ def _trained(rank, world):
 
 def test_between_steps_of_training():
     run_distributed(_trained, 2)
+
+
+def _bf16(rank, world, name):
+    """Logits of a prompt in chunks and of a step, per the error of plain Transformers in bf16; on all ranks."""
+    model, text = random_model(name).bfloat16(), prompt(1, 41)[0]
+    with torch.no_grad():
+        plain = model(text[None]).logits[0].float()
+        exact = copy.deepcopy(model).float()(text[None]).logits[0]
+    model.set_attn_implementation("tree")
+    runner = _runner(model)
+    row = runner.add()
+    found = torch.stack((runner.prefill(row, text[:40]), runner.step([row], text[None, 40:])[0, 0]))
+    return float((found - exact[39:]).abs().max() / (plain - exact).abs().max()), found
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS]
+)
+def test_bf16(name):
+    errors, logits = zip(*run_distributed(_bf16, 4, name))
+    assert max(errors) <= 2
+    assert all(torch.equal(own[0], logits[0][0]) for own in logits)
