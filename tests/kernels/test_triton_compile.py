@@ -98,6 +98,11 @@ latents = torch.zeros(1, 1000, 1, 576, dtype=torch.bfloat16)
 q = torch.zeros(1, 1, 64, 576, dtype=torch.bfloat16)
 for lists in (None, torch.zeros(1, 1, 300, dtype=torch.int32)):
     decode.attn_decode(q, KVCache(latents, None, head_dim_v=512, selected=lists), AttnSpec(softmax_scale=0.1))
+positions = torch.zeros(1, 4096, dtype=torch.int64)
+seen = dict(head_dim_v=1, q_positions=positions[:, :1], k_positions=positions)
+for dtype, d in ((torch.bfloat16, 256), (torch.float32, 128), (torch.float32, 256)):
+    q, k = torch.zeros(1, 1, 128, d, dtype=dtype), torch.zeros(1, 4096, 1, d, dtype=dtype)
+    index_entries(q, torch.zeros(1, 1, 128), KVCache(k, None, **seen), 1.0)
 print(json.dumps(used))
 """
 

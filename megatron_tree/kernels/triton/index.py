@@ -12,8 +12,7 @@ from . import configs, host
 from .common import dot
 from .decode import unit_rows
 
-SLOTS = 64  # of a program
-HEADS = 64  # of a product, at most
+WIDE = 512  # bytes of a head or key; of up to so many 64 are in a tile, else 32
 MAX_DIM = 256
 
 
@@ -69,13 +68,15 @@ def index_entries(q: Tensor, weights: Tensor, cache: KVCache, scale: float) -> T
     entries = torch.empty((b, n, slots), dtype=torch.int64, device=q.device)
     if not entries.numel():
         return entries
+    cols = max(16, configs.power_of_2(d))
+    side = 64 if cols * q.element_size() <= WIDE else 32
     table, k_positions = (x if x is None else unit_rows(x) for x in (cache.block_table, cache.k_positions))
-    index_kernel[(triton.cdiv(slots, SLOTS), n, b)](
+    index_kernel[(triton.cdiv(slots, side), n, b)](
         Q=q.contiguous(), W=weights.float().contiguous(), K=k, Q_POS=cache.q_positions.contiguous(), K_POS=k_positions,
         LENGTHS=None if cache.lengths is None else cache.lengths.contiguous(), BLOCK_TABLE=table, ENTRIES=entries,
         num_slots=slots, num_queries=n, k_strides=k.stride()[:2], k_pos_stride=k_positions.stride(0),
         table_stride=0 if table is None else table.stride(0), scale=scale,
-        H=h, D=d, ROWS=min(HEADS, max(16, configs.power_of_2(h))), COLS=max(16, configs.power_of_2(d)), N=SLOTS,
+        H=h, D=d, ROWS=min(side, max(16, configs.power_of_2(h))), COLS=cols, N=side,
         PAGE=0 if table is None else k.shape[1],
     )  # fmt: skip
     return entries
