@@ -16,6 +16,7 @@ from ..log import say_once
 from ..merge import NO_ENTRY, ListReducer
 from ..plan import SelectPlan, plan_select
 from .derivatives import check_tangents
+from .finite import check_finite_index
 from .topology import GroupTopology
 from .validate import DTYPES, check_device, describe
 from .validate_cache import check_cache, check_seen_slots
@@ -82,6 +83,7 @@ def tree_select(
         if q_positions is None or cache_positions is None:
             raise ValueError("tree_select needs q_positions and cache_positions, which decide between equal scores")
         cache = check_seen_slots(index_q, cache, AttnSpec(softmax_scale=1.0))
+        check_finite_index(config, group, index_q, index_weights, cache)
         sends = comm.group_size(group) > 1 and _longest(cache, max_seqlen) > topk
         net = GroupTopology.of(group, index_q.device, config)
         call.agree(

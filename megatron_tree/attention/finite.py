@@ -46,6 +46,18 @@ def check_finite_cache(config: TreeConfig, cp_group, q: Tensor, cache: KVCache, 
         _check_finite(rank, "v_cache", row.v, used, i)
 
 
+def check_finite_index(config: TreeConfig, cp_group, q: Tensor, weights: Tensor, cache: KVCache) -> None:
+    """`check_finite_cache` for an index and its keys, a cache of one head: [row, slot, head, column]."""
+    if config.check != "finite":
+        return
+    rank = comm.group_rank(cp_group)
+    _check_finite(rank, "index_q", q)
+    _check_finite(rank, "index_weights", weights)
+    for i in range(q.shape[0]):
+        row = cache.row(i, q.dtype)
+        _check_finite(rank, "index_k", row.k, row.k_positions >= 0, i)
+
+
 def _check_finite(rank: int, name: str, x: Tensor | None, used: Tensor | None = None, first_row: int = 0) -> None:
     """used: bool [b or 1, s], the rows of x [b, s, ...] to check."""
     if x is None or not x.numel():

@@ -179,6 +179,14 @@ def _refusals(rank, world):
             with pytest.raises(ValueError) as caught:
                 function(**given | (change if wrong else {}))
             said.append(str(caught.value))
+    attend["config"] = call["config"] = TreeConfig(check="finite", timeout_s=60)
+    tree_decode(**attend | dict(selected=tree_select(**call)))  # NaN in hidden and other slots is nobody's
+    spoiled = {name: call[name].masked_fill(torch.tensor(rank == 1), float("nan")) for name in list(call)[:3]}
+    spoiled["k_cache"] = local_k.masked_fill(torch.tensor(rank == 1), float("nan"))
+    for name, x in spoiled.items():
+        with pytest.raises(ValueError, match=rf"{name} on rank 1 of cp_group holds NaN"):
+            (tree_decode if name == "k_cache" else tree_select)(**(attend if name == "k_cache" else call) | {name: x})
+    del call["config"]
     for change in (dict(topk=4 + rank), dict(softmax_scale=1.0 + rank), dict(max_seqlen=3 if rank else 100)):
         with pytest.raises(ValueError, match="differ"):
             tree_select(**call | change)

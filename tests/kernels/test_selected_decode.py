@@ -90,6 +90,17 @@ def test_selected_slots_of_eight_bits(backend, stored):
     check(kernels.attn_decode(q, cache, AttnSpec(softmax_scale=32**-0.5), backend), q, *exact, keep)
 
 
+@pytest.mark.parametrize("backend", ["native", "aten", "reference"])
+def test_the_same_bits_alone_and_in_a_batch(backend):
+    rows, _ = lists(3, 270)
+    q, k, v = decode_inputs(BATCH, 3, SLOTS, (4, 2), 16, 16, dtype=torch.float32)
+    spec = AttnSpec(softmax_scale=0.25, deterministic=True)
+    state = kernels.attn_decode(q, KVCache(k, v, selected=rows), spec, backend)
+    for i, j in ((0, 0), (1, 1), (1, 2)):
+        alone = KVCache(k[i : i + 1], v[i : i + 1], selected=rows[i : i + 1, j : j + 1])
+        assert torch.equal(kernels.attn_decode(q[i : i + 1, j : j + 1], alone, spec, backend)[0, 0], state[i, j])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_scores_of_the_index(dtype):
     """Any number of heads, queries and columns; keys that lie apart, in one block and several."""
