@@ -23,6 +23,8 @@ FAST = {
     ),
 }
 SLOW = {
+    "recurrent layers, ZeRO 3, checkpointing": Case(sp=2, zero=3, family="falcon_h1", checkpointing=True),
+    "recurrent layers, tiles": Case(sp=4, zero=1, family="falcon_h1", loss_tile=7, mlp_tile=5),
     "loss and MLPs in tiles, ZeRO 2": Case(sp=2, zero=2, family="gemma2", loss_tile=7, mlp_tile=5),
     "gradient clipping": Case(sp=2, zero=3, clip=0.3),
     "Ulysses x tree": Case(sp=4, zero=1, ulysses=2),

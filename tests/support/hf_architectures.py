@@ -114,6 +114,12 @@ INDEXED = {  # with layers whose queries see the keys that an index selects
     "hy_v4": _SHARED_INDEX,
 }
 
+STATE_SPACE = {  # without attention
+    "falcon_mamba": {"state_size": 8},
+    "mamba": {"state_size": 8},
+    "mamba2": {"num_heads": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8},
+}
+
 SERVED = (
     "afmoe",
     "apertus",
@@ -236,7 +242,7 @@ def tiny_config(name, **changes):
     if vars(config).get("kv_lora_rank") is not None:  # an attribute that differs between layers can't be read
         sizes |= {key: value for key, value in LATENT.items() if key in known}
         sizes.pop("head_dim", None)
-    special = HYBRIDS | INDEXED
+    special = HYBRIDS | INDEXED | STATE_SPACE
     if name not in special and (kinds := getattr(config, "layer_types", None)):
         sizes["layer_types"] = kinds[-3:] if len(set(kinds[-3:])) >= len(set(kinds[:3])) else kinds[:3]
     if vars(config).get("sliding_window"):

@@ -3,7 +3,7 @@
 import torch
 
 import transformers
-from support.hf_architectures import SIZES
+from support.hf_architectures import SIZES, tiny_config
 from transformers import AutoModelForCausalLM
 
 VOCAB = SIZES["vocab_size"]
@@ -81,6 +81,7 @@ CONFIGS = {
         eos_token_id=None,
         pad_token_id=0,
     ),
+    "falcon_h1": lambda: tiny_config("falcon_h1"),
     # of interest for how their weights are split
     "smollm2": lambda: transformers.LlamaConfig(  # heads that no even number divides
         **SHAPE | {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72}, tie_word_embeddings=True

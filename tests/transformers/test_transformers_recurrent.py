@@ -10,7 +10,8 @@ from support.ranks import run_distributed
 pytest.importorskip("transformers")
 
 import megatron_tree.integrations.transformers as tree_hf
-from support.hf_architectures import HYBRIDS, random_model
+from megatron_tree.comm import record
+from support.hf_architectures import HYBRIDS, STATE_SPACE, random_model
 from support.hf_models import prompt
 
 FAST = ("qwen3_next", "falcon_h1", "jamba", "zaya")  # one of each kind of function
@@ -99,6 +100,59 @@ def _marks(name):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name), id=name) for name in HYBRIDS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name), id=name) for name in (*HYBRIDS, *STATE_SPACE)])
 def test_training(name, world):
     run_distributed(_training, world, name)
+
+
+def _bytes(rank, world):
+    """What this rank sends in a training step of a model of recurrent layers, for two lengths."""
+    sent = []
+    for tokens in (64, 256):
+        model, ids = random_model("mamba2"), prompt(1, tokens)
+        tree_hf.train_on_shards(model)
+        with record() as calls:
+            model(**tree_hf.shard_batch({"input_ids": ids, "labels": ids}, cp_group=dist.group.WORLD)).loss.backward()
+        sent.append(sum(call.bytes for call in calls))
+    return sent
+
+
+def test_what_is_sent_does_not_depend_on_the_length():
+    for short, long in run_distributed(_bytes, 4):
+        assert short == long > 0
+
+
+def _step(model):
+    ids = prompt(1, 9)
+    return model(**tree_hf.shard_batch({"input_ids": ids, "labels": ids}, cp_group=None))
+
+
+def test_a_layer_that_computes_elsewhere():
+    model = random_model("qwen3_next")
+    tree_hf.train_on_shards(model)
+    model.model.layers[0].linear_attn.forward = lambda hidden_states, **options: hidden_states
+    with pytest.raises(ValueError, match=r"layer_idx=0\) did not call causal_conv1d_fn, torch_chunk_gated_delta_rule"):
+        _step(model)
+
+
+def test_a_layer_whose_functions_are_not_known():
+    model = random_model("lfm2")
+    conv = model.model.layers[2].conv
+    conv.__class__ = type("OtherConv", (type(conv),), {"forward": lambda self, hidden_states, **options: hidden_states})
+    with pytest.raises(ValueError, match=r"recurrent state \(0, 2\), but .* were found in \[0\]"):
+        tree_hf.train_on_shards(model)
+
+
+def test_a_layer_that_lost_its_shard():
+    model = random_model("falcon_h1").train()
+    tree_hf.train_on_shards(model)
+    with pytest.raises(ValueError, match=r"layer_idx=1\) runs again, in the backward, without its shard"):
+        model.model.layers[1].mamba(torch.zeros(1, 4, 32))
+
+
+def test_documents_in_a_kernels_own_form():
+    model, positions = random_model("lfm2"), torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5]])
+    tree_hf.train_on_shards(model)
+    batch = {"input_ids": prompt(1, 9), "position_ids": positions}
+    with pytest.raises(ValueError, match="seq_idx: on shards packed documents are told by position_ids"):
+        model(**tree_hf.shard_batch(batch, cp_group=None), seq_idx=torch.zeros(1, 9, dtype=torch.int32))

@@ -8,8 +8,8 @@ state-space model. `wrap_mixers` puts wrappers in their places, which pass calls
 | --- | --- |
 | `torch_chunk_gated_delta_rule` | Qwen3-Next, Qwen3.5, OLMo Hybrid |
 | `chunk_kimi_delta_attention` | Kimi Linear, Bailing |
-| `mamba2_chunk_scan` | Bamba, Falcon-H1, Granite, Nemotron-H, Zamba 2 |
-| `mamba_selective_scan` | Jamba, Zamba |
+| `mamba2_chunk_scan` | Mamba 2, Bamba, Falcon-H1, Granite, Nemotron-H, Zamba 2 |
+| `mamba_selective_scan` | Mamba, Falcon Mamba, Jamba, Zamba |
 | `causal_conv1d_fn` | all of these, LFM2, LFM3 |
 | `ZayaCCAProjection`, a module | ZAYA |
 """
@@ -32,7 +32,7 @@ current_run: contextvars.ContextVar[RecurrentRun | None] = contextvars.ContextVa
 
 
 def _no_fusion(run: RecurrentRun, original: Callable, *args, **options) -> None:
-    """`mamba2_split_conv1d_scan_combined`, a whole layer in one kernel: the layer calls its parts instead."""
+    """A whole layer in one kernel: the layer calls its parts instead."""
 
 
 ADAPTERS: dict[str, Callable] = {
@@ -42,7 +42,7 @@ ADAPTERS: dict[str, Callable] = {
     "mamba2_chunk_scan": mamba2,
     "mamba_selective_scan": mamba1,
 }
-FUSED = {"mamba2_split_conv1d_scan_combined": _no_fusion}
+FUSED = {"mamba2_split_conv1d_scan_combined": _no_fusion, "mamba_inner_fn": _no_fusion}
 CLASSES = {"ZayaCCAProjection": cca_projection}
 """Modules without such functions, whose forward is wrapped."""
 

@@ -38,6 +38,7 @@ def mixers_on_shards(model) -> dict[str, None]:
             for module in layer.modules():
                 if isinstance(module, GradientCheckpointingLayer) and not mixers.keys().isdisjoint(module.modules()):
                     module.__class__ = _holding_shard(type(module))
+                    module.register_forward_pre_hook(outside_graphs(_pass_on), with_kwargs=True)
                 # attention layers that share their weights have no number
                 if getattr(module, "layer_idx", number) in (None, -1):
                     module.layer_idx = number
@@ -77,16 +78,21 @@ class _MixerEnd:
             shard.used_by[used_by(mixer.layer_idx)] = None
 
 
+def _pass_on(layer: nn.Module, args, kwargs) -> tuple:
+    return args, kwargs | {"tree_shard": current_shard.get()}
+
+
 @functools.cache
 def _holding_shard(cls: type[nn.Module]) -> type[nn.Module]:
-    """A class of layers that is recomputed in the backward, when the model's run is over: its arguments have the shard.
+    """A class of layers that are recomputed in the backward, when the model's run is over: `_pass_on` puts the shard
+    into their arguments.
 
-    Transformers recomputes `forward` without hooks. A subclass is recomputed as a whole.
+    Transformers recomputes `forward`, without hooks, of the outermost class: this one.
     """
 
     def forward(self, *args, **kwargs):
         before = current_shard.get()
-        current_shard.set(kwargs.get("sequence_shard", before))
+        current_shard.set(kwargs.pop("tree_shard", before))
         try:
             return cls.forward(self, *args, **kwargs)
         finally:
