@@ -15,11 +15,10 @@ from .mixers import check_used, current_run, wrap_mixers
 from .recurrent import RecurrentRun
 
 
-def mixers_on_shards(model) -> dict[str, None]:
-    """Make the recurrent layers of a model compute over shards. Returns the names under which they appear in
-    `SequenceShard.used_by`.
+def find_mixers(model) -> dict[nn.Module, frozenset[str]]:
+    """The recurrent layers of a model, with the functions that each has to call.
 
-    Raises: ValueError unless those of the configuration are layers whose functions can be wrapped.
+    Raises: ValueError unless they are those of the configuration.
     """
     expected = {i for i, layer in enumerate(layers_of(model.config)) if layer.num_states}
     mixers = wrap_mixers(model)
@@ -30,6 +29,12 @@ def mixers_on_shards(model) -> dict[str, None]:
             "can't be trained on shards. Train it with DeepSpeed or Trainer as they are, on whole sequences (without "
             "register_sequence_parallel)"
         )
+    return mixers
+
+
+def run_on_shards(model, mixers: dict[nn.Module, frozenset[str]]) -> dict[str, None]:
+    """Make the recurrent layers of a model compute over shards. Returns the names under which they appear in
+    `SequenceShard.used_by`."""
     for mixer, needed in mixers.items():
         mixer.register_forward_pre_hook(outside_graphs(_begin), with_kwargs=True)
         mixer.register_forward_hook(outside_graphs(_MixerEnd(needed)), always_call=True)
@@ -42,7 +47,7 @@ def mixers_on_shards(model) -> dict[str, None]:
                 # attention layers that share their weights have no number
                 if getattr(module, "layer_idx", number) in (None, -1):
                     module.layer_idx = number
-    return {used_by(i): None for i in sorted(expected)}
+    return {used_by(mixer.layer_idx): None for mixer in mixers}
 
 
 def used_by(layer_idx: int) -> str:

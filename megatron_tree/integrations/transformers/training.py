@@ -29,7 +29,7 @@ from .batch_shards import SequenceShard, current_shard
 from .cache import TreeCache
 from .indexed import index_on_ranks
 from .loss import check_loss, loss_over_all_ranks
-from .recurrent_training import mixers_on_shards
+from .recurrent_training import find_mixers, run_on_shards
 from .rope import follow_whole_rows, row_lengths
 from .token_tiles import DeferredLogits, tile_loss, tile_mlps
 
@@ -83,7 +83,7 @@ def train_on_shards(
             f"model is a {type(model).__name__}: pass the Transformers model itself (PreTrainedModel), of a PeftModel "
             "its get_base_model(); torch.compile it afterwards"
         )
-    windows = attention_windows(model.config)
+    windows, mixers = attention_windows(model.config), find_mixers(model)
     text = model.config.get_text_config(decoder=True)
     if text.model_type in CHUNKED:
         raise ValueError(f"{type(model).__name__} has chunked_attention layers: it can't be trained on shards")
@@ -106,7 +106,7 @@ def train_on_shards(
     tiled, mlps = tile_loss(model, loss_tile), tile_mlps(model, mlp_tile)
     model.loss_on_shards = functools.partial(loss_over_all_ranks, plain_loss=model.loss_function)
     model.loss_function = model.loss_on_shards
-    model.trains_on_shards, model.tiled_loss = windows | mixers_on_shards(model), tiled
+    model.trains_on_shards, model.tiled_loss = windows | run_on_shards(model, mixers), tiled
     follow_whole_rows(model)
     index_on_ranks(model.config)
     model.register_forward_pre_hook(outside_graphs(_check_call), with_kwargs=True)
