@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from torch import nn
 
@@ -87,7 +87,38 @@ def _wrapper(name: str, adapter: Callable, original: Callable) -> Callable:
     return call
 
 
-def check_used(mixer: nn.Module, needed: Collection[str], run: RecurrentRun) -> None:
+class MixerRuns:
+    """Hooks that give a mixer the `RecurrentRun` in which its functions compute.
+
+    Args:
+        mixers: as `wrap_mixers` returns them.
+        begin: begin(mixer, args, kwargs) -> the run that a mixer begins; None: none of these.
+        end: end(mixer, failed) after a run.
+    """
+
+    def __init__(self, mixers: Mapping[nn.Module, Collection[str]], begin: Callable, end: Callable):
+        self._begin, self._end, self._needed = begin, end, mixers
+        self._run: RecurrentRun | None = None
+        for mixer in mixers:
+            mixer.register_forward_pre_hook(outside_graphs(self._before), with_kwargs=True)
+            mixer.register_forward_hook(outside_graphs(self._after), always_call=True)
+
+    def _before(self, mixer: nn.Module, args, kwargs) -> None:
+        self._run = self._begin(mixer, args, kwargs)
+        if self._run is not None:
+            current_run.set(self._run)
+
+    def _after(self, mixer: nn.Module, args, output) -> None:
+        run, self._run = self._run, None
+        if run is None:
+            return
+        current_run.set(None)
+        if output is not None:
+            _check_used(mixer, self._needed[mixer], run)
+        self._end(mixer, failed=output is None)
+
+
+def _check_used(mixer: nn.Module, needed: Collection[str], run: RecurrentRun) -> None:
     """Raise ``ValueError`` for a mixer that ended a run without one of the functions."""
     if missing := sorted(set(needed) - set(run.used)):
         raise ValueError(

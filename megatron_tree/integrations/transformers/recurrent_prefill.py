@@ -13,11 +13,10 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from ...comm import outside_graphs
 from ...config import TreeConfig
 from ...layout import Layout
 from .layers import RecurrentLayer
-from .mixers import check_used, current_run, wrap_mixers
+from .mixers import MixerRuns, wrap_mixers
 from .recurrent import RecurrentRun
 
 
@@ -44,22 +43,19 @@ class RecurrentPass:
         finally:
             current_pass.reset(before)
 
-    def begin(self, mixer: nn.Module) -> None:
+    def begin(self, mixer: nn.Module) -> RecurrentRun:
         """A layer begins."""
         layer = self._layers[mixer.layer_idx]
         run = RecurrentRun(**self._options, recurrent_state=layer.recurrent_states[0])
         layer.run = run if self._is_sharded else None
-        current_run.set(run)
+        return run
 
-    def end(self, mixer: nn.Module, needed: frozenset[str], *, failed: bool) -> None:
-        """A layer is over. Raises ``ValueError`` if it did not call the functions that it needs."""
-        run, layer = current_run.get(), self._layers[mixer.layer_idx]
-        current_run.set(None)
+    def end(self, mixer: nn.Module, *, failed: bool) -> None:
+        """A layer is over."""
+        layer = self._layers[mixer.layer_idx]
         if failed:
             layer.run = None
-            return
-        check_used(mixer, needed, run)
-        if layer.run is not None:
+        elif layer.run is not None:
             layer.finish()
 
 
@@ -72,23 +68,14 @@ def follow_passes(model: nn.Module) -> list[int]:
     mixers = wrap_mixers(model)
     if not getattr(model, "follows_passes", False):
         model.follows_passes = True
-        for mixer, needed in mixers.items():
-            mixer.register_forward_pre_hook(outside_graphs(_begin))
-            mixer.register_forward_hook(outside_graphs(_MixerEnd(needed)), always_call=True)
+        MixerRuns(mixers, _begin, _end)
     return sorted(mixer.layer_idx for mixer in mixers)
 
 
-def _begin(mixer: nn.Module, args) -> None:
-    if (of_pass := current_pass.get()) is not None:
-        of_pass.begin(mixer)
+def _begin(mixer: nn.Module, args, kwargs) -> RecurrentRun | None:
+    of_pass = current_pass.get()
+    return None if of_pass is None else of_pass.begin(mixer)
 
 
-class _MixerEnd:
-    """The hook after a mixer, also one that failed."""
-
-    def __init__(self, needed: frozenset[str]):
-        self.needed = needed
-
-    def __call__(self, mixer: nn.Module, args, output) -> None:
-        if (of_pass := current_pass.get()) is not None:
-            of_pass.end(mixer, self.needed, failed=output is None)
+def _end(mixer: nn.Module, *, failed: bool) -> None:
+    current_pass.get().end(mixer, failed=failed)

@@ -11,7 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...comm import outside_graphs
 from .architectures import layers_of
 from .batch_shards import current_shard
-from .mixers import check_used, current_run, wrap_mixers
+from .mixers import MixerRuns, wrap_mixers
 from .recurrent import RecurrentRun
 
 
@@ -35,9 +35,7 @@ def find_mixers(model) -> dict[nn.Module, frozenset[str]]:
 def run_on_shards(model, mixers: dict[nn.Module, frozenset[str]]) -> dict[str, None]:
     """Make the recurrent layers of a model compute over shards. Returns the names under which they appear in
     `SequenceShard.used_by`."""
-    for mixer, needed in mixers.items():
-        mixer.register_forward_pre_hook(outside_graphs(_begin), with_kwargs=True)
-        mixer.register_forward_hook(outside_graphs(_MixerEnd(needed)), always_call=True)
+    MixerRuns(mixers, _begin, _end)
     if mixers:
         for number, layer in enumerate(model.base_model.layers):
             for module in layer.modules():
@@ -55,32 +53,21 @@ def used_by(layer_idx: int) -> str:
     return f"recurrent layer {layer_idx}"
 
 
-def _begin(mixer: nn.Module, args, kwargs) -> None:
+def _begin(mixer: nn.Module, args, kwargs) -> RecurrentRun | None:
     if (shard := current_shard.get()) is None:
         if mixer.training and not any(isinstance(x, Cache) for x in (*args, *kwargs.values())):
             raise ValueError(
                 f"{type(mixer).__name__} (layer_idx={mixer.layer_idx}) runs again, in the backward, without its "
                 "shard: checkpoint whole decoder layers, as model.gradient_checkpointing_enable() does"
             )
-        return
+        return None
     layout = "zigzag" if shard.documents is None else shard.documents
-    current_run.set(RecurrentRun(cp_group=shard.cp_group, layout=layout, config=shard.config))
+    return RecurrentRun(cp_group=shard.cp_group, layout=layout, config=shard.config)
 
 
-class _MixerEnd:
-    """The hook after a mixer, also one that failed."""
-
-    def __init__(self, needed: frozenset[str]):
-        self.needed = needed
-
-    def __call__(self, mixer: nn.Module, args, output) -> None:
-        if (shard := current_shard.get()) is None:
-            return
-        run = current_run.get()
-        current_run.set(None)
-        if output is not None:
-            check_used(mixer, self.needed, run)
-            shard.used_by[used_by(mixer.layer_idx)] = None
+def _end(mixer: nn.Module, *, failed: bool) -> None:
+    if not failed:
+        current_shard.get().used_by[used_by(mixer.layer_idx)] = None
 
 
 def _pass_on(layer: nn.Module, args, kwargs) -> tuple:

@@ -4,8 +4,8 @@
 loop of the user) does neither: its run begins when a layer takes its keys again, and is over when all layers have.
 
 Recurrent states don't grow with the row, so every rank has them whole, or those of its heads where weights are split.
-During a run they are in Transformers' cache layers, which models change in place, for all rows together; afterwards each
-row has its own (`RowState`). A run that fails leaves the rows' states as they were.
+During a run they are in Transformers' cache layers, which models change in place, for all rows together; afterwards
+each row has its own (`RowState`). A run that fails leaves the rows' states as they were.
 """
 
 from __future__ import annotations
