@@ -21,14 +21,15 @@ PRODUCTS, LEAST = 1 << 17, 256  # numbers of these products, and keys of a block
 
 
 def index_scores(q: Tensor, weights: Tensor, k: Tensor, scale: float) -> Tensor:
-    """Equation (16): fp32 [n, s] of queries q [n, h, d] with weights [n, h], and keys k [s, d]."""
+    """Equation (16): fp32 [n, s] of queries q [n, h, d] with weights [n, h], and keys k [s, d]; under autocast, too."""
     (n, h, d), s = q.shape, k.shape[0]
     q, weights = q.float().reshape(n * h, d), weights.float()[:, None]
     scores = torch.empty((n, s), device=q.device)
     step = max(LEAST, PRODUCTS // max(1, n * h))
-    for some in (slice(i, i + step) for i in range(0, s, step)):
-        products = (q @ k[some].float().T).mul_(scale).relu_()
-        scores[:, some] = torch.bmm(weights, products.view(n, h, -1))[:, 0]
+    with torch.autocast(q.device.type, enabled=False):
+        for some in (slice(i, i + step) for i in range(0, s, step)):
+            products = (q @ k[some].float().T).mul_(scale).relu_()
+            scores[:, some] = torch.bmm(weights, products.view(n, h, -1))[:, 0]
     return scores
 
 

@@ -109,7 +109,10 @@ def test_scores_of_the_index(dtype):
         weights = torch.randn(n, h)
         products = (q.double().flatten(0, 1) @ k.double().T).view(n, h, s) * 0.3
         want = (weights.double()[..., None] * products.clamp(min=0)).sum(1)
-        assert_near(kernels.index_scores(q, weights, k, 0.3), want, h * d)
+        scores = kernels.index_scores(q, weights, k, 0.3)
+        assert_near(scores, want, h * d)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(kernels.index_scores(q, weights, k, 0.3), scores)
 
 
 def test_index_scores_keep_nan_to_its_key():
