@@ -75,7 +75,7 @@ class Chains:
         """Raise ``ValueError`` for what only a single sequence has; packed documents are one if there is one."""
         for name, value in given.items():
             if value is not None and value is not False and self.is_packed:
-                raise ValueError(f"{name} is of one sequence, but the layout is of documents: leave it out")
+                raise ValueError(f"{name} is of one sequence, but the layout is of several documents: leave it out")
 
 
 @functools.lru_cache(maxsize=256)

@@ -39,9 +39,9 @@ def tree_halo(
         count: how many rows; a convolution's kernel size - 1. They may lie in several segments.
         cp_group: the process group over which the sequence is sharded, or a 1-D DeviceMesh; None for one rank.
         layout: as in `tree_attn_func`, or of packed documents.
-        before: [b, count, ...], the rows before the sequence, equal on all ranks; default: zeros. Not with documents,
-            which begin with zeros.
-        return_final: whether to return the last rows of the sequence. Not with documents.
+        before: [b, count, ...], the rows before the sequence, equal on all ranks; default: zeros. Not with several
+            documents, which begin with zeros.
+        return_final: whether to return the last rows of the sequence. Not with several documents.
         config: `check`, `timeout_s`, `transport` and `topology` are used.
 
     Returns: (rows [b, n, count, ...] before each of the n segments, in the order of its rows; the last `count` rows

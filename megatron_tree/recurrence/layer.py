@@ -62,8 +62,8 @@ def tree_recurrence(
         cp_group: the process group over which the sequence is sharded, or a 1-D DeviceMesh; None for one rank.
         layout: as in `tree_attn_func`, or of packed documents: states begin with zeros in every document.
         decay: where states only decay, how: the kernel is then called once for d_v alone.
-        initial_state: [b, h, d, d_v], the sequence's, equal on all ranks; default: zeros. Not with documents.
-        return_final_state: whether to return what the sequence leaves behind. Not with documents.
+        initial_state: [b, h, d, d_v], the sequence's, equal on all ranks; default: zeros. Not with several documents.
+        return_final_state: whether to return what the sequence leaves behind. Not with several documents.
         schedule: of `tree_scan`.
         config: `check`, `timeout_s`, `transport` and `topology` are used.
 

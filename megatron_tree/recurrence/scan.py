@@ -46,8 +46,8 @@ def tree_scan(
         layout: as in `tree_attn_func`, or of packed documents, whose states begin with zeros. A rank has one segment
             ("zigzag": two, but the last rank, whose two are neighbours, one; documents: one for each run of rows of a
             document).
-        initial_state: [b, h, d, d_v], the sequence's, equal on all ranks; default: zeros. Not with documents.
-        return_final_state: whether to return what the sequence leaves behind. Not with documents.
+        initial_state: [b, h, d, d_v], the sequence's, equal on all ranks; default: zeros. Not with several documents.
+        return_final_state: whether to return what the sequence leaves behind. Not with several documents.
         schedule: "gather" (every rank gets all maps: one round), "exchange" (every rank scans its share of the b * h
             heads: two rounds, fewer bytes; docs/recurrent.md has the formulas) or "auto" (by predicted time).
         config: `check`, `timeout_s`, `transport` and `topology` are used.
