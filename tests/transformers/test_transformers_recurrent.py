@@ -105,6 +105,40 @@ def test_training(name, world):
     run_distributed(_training, world, name)
 
 
+def _distance(model, want, world):
+    """Of the gradients from those wanted, relative to these."""
+    apart = torch.zeros(2, dtype=torch.float64)
+    for name, parameter in model.named_parameters():
+        if name in want:
+            grad = torch.zeros_like(want[name]) if parameter.grad is None else parameter.grad.float()
+            if world > 1:
+                dist.all_reduce(grad)
+            apart += torch.stack([(grad / world - want[name]).norm(), want[name].norm()]).double() ** 2
+    return float((apart[0] / apart[1]).sqrt())
+
+
+def _in_bf16(rank, world, name):
+    """How far bf16 gradients are from those in fp32: of one rank, and of all."""
+    ids, apart = prompt(2, 100), []
+    batch = {"input_ids": ids, "labels": ids}
+    wanted = random_model(name).bfloat16().float()
+    wanted(**batch, use_cache=False).loss.backward()
+    for shared in (False, True):
+        model = random_model(name).bfloat16()
+        if shared:
+            tree_hf.train_on_shards(model)
+        own = tree_hf.shard_batch(batch, cp_group=dist.group.WORLD) if shared else batch | {"use_cache": False}
+        model(**own).loss.backward()
+        apart.append(_distance(model, _gradients(wanted), world if shared else 1))
+    return apart
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "jamba"])
+def test_bf16_is_as_far_from_fp32_as_on_one_rank(name):
+    for of_one, of_all in run_distributed(_in_bf16, 2, name):
+        assert 0 < of_all < 2.5 * of_one  # the roundings of a few tokens are most of it
+
+
 def _bytes(rank, world):
     """What this rank sends in a training step of a model of recurrent layers, for two lengths."""
     sent = []
