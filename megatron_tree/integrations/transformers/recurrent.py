@@ -49,18 +49,10 @@ class RecurrentRun:
         """Of `tree_recurrence` and `tree_halo`."""
         return {"cp_group": self.cp_group, "layout": self.layout, "config": self.config}
 
-    def parts(self, num_rows: int) -> list[tuple[slice, int | None, Segment | None]]:
-        """All of this rank's rows in order: (rows, number of their segment, the segment), None and None for padding."""
+    def segments(self, num_rows: int) -> tuple[Segment, ...]:
+        """Those of this rank's num_rows rows."""
         world = group_size(self.cp_group)
-        parts, at = [], 0
-        for number, segment in enumerate(
-            shard_segments(num_rows * world, group_rank(self.cp_group), world, self.layout)
-        ):
-            end = segment.row + segment.length
-            parts += [(slice(at, segment.row), None, None), (slice(segment.row, end), number, segment)]
-            at = end
-        parts.append((slice(at, num_rows), None, None))
-        return [part for part in parts if part[0].start < part[0].stop]
+        return shard_segments(num_rows * world, group_rank(self.cp_group), world, self.layout)
 
 
 def _check_packing(options: dict) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ...recurrence.exchange import tied
 from ...recurrence.halo import tree_halo
+from ...recurrence.pieces import joined
 from .recurrent import RecurrentRun
 
 
@@ -41,19 +43,21 @@ def cca_projection(
     if cache is not None:
         earlier, delayed_before = cache.get_conv_state(module.layer_idx), cache.get_recurrent_state(module.layer_idx)
     halos, final = tree_halo(hidden_states, count, return_final=cache is not None, **run.options)
-    parts = []
-    for rows, number, segment in run.parts(hidden_states.shape[1]):
-        before = None
-        if segment is not None:
-            halo, goes_on = halos[:, number], segment.pos or delayed_before is None
-            delayed = module.v_proj_delayed(halo[:, -1]) if goes_on else delayed_before
-            before = _RowsBefore(_projected(module, halo, segment.pos, earlier), delayed)
-        parts.append(original(module, hidden_states[:, rows], before))
+    segments, parts = run.segments(hidden_states.shape[1]), []
+    for number, segment in enumerate(segments):
+        halo, goes_on = halos[:, number], segment.pos or delayed_before is None
+        delayed = module.v_proj_delayed(halo[:, -1]) if goes_on else delayed_before
+        before = _RowsBefore(_projected(module, halo, segment.pos, earlier), delayed)
+        parts.append(original(module, hidden_states[:, segment.row : segment.row + segment.length], before))
     if cache is not None:
         run.num_final_rows = count
         run.final_conv_state = _projected(module, final, run.layout.lengths[0], earlier)
         cache.update_recurrent_state(module.v_proj_delayed(final[:, -1]), module.layer_idx)
-    return tuple(torch.cat(x, 1) for x in zip(*parts))
+    results = []
+    for i, x in enumerate(parts[0] if parts else original(module, hidden_states, None)):
+        like = x.new_empty(*hidden_states.shape[:2], *x.shape[2:])
+        results.append(tied(joined(segments, {n: part[i] for n, part in enumerate(parts)}, like), halos))
+    return tuple(results)
 
 
 def _projected(module: nn.Module, rows: Tensor, pos: int, earlier: Tensor | None) -> Tensor:
