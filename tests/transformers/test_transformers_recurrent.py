@@ -30,18 +30,21 @@ def _long_lived(name):
     return model
 
 
+def _packed(lengths):
+    """(A batch of packed documents, the documents.)"""
+    ids, positions = prompt(1, sum(lengths), seed=3), torch.cat([torch.arange(n) for n in lengths])[None]
+    labels = ids.masked_fill(positions == 0, -100)
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}, list(ids[0].split(lengths))
+
+
 def _batches():
     """{name: (the batch, its rows or documents alone)}."""
     ids = prompt(2, 39)
-    documents = prompt(1, sum(LENGTHS), seed=3)
-    positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
     mask = (torch.arange(39) < torch.tensor(PADDED)[:, None]).long()
     return {
         "zigzag": ({"input_ids": ids, "labels": ids}, list(ids)),
-        "documents": (
-            {"input_ids": documents, "labels": documents.masked_fill(positions == 0, -100), "position_ids": positions},
-            list(documents[0].split(LENGTHS)),
-        ),
+        "documents": _packed(LENGTHS),
+        "some ranks have only padding": _packed((6, 4)),
         "padding": (
             {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask},
             [row[:n] for row, n in zip(ids, PADDED)],
