@@ -4,13 +4,18 @@
 
 A query sees the topk keys of largest I_a among those of its document up to itself; of equal ones, the earlier.
 Source: DeepSeek V3.2's lightning indexer.
+
+With `Blocks` keys are those of complete blocks of neighbouring tokens, counted from a document's first. A query sees
+all tokens of the topk best blocks that end at its position or before, and the tokens since the last of these ends.
+Source: Qwen4-Exp's indexer.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +32,15 @@ STRIP = 256  # query rows at a time, at most
 SCORES = 1 << 22  # numbers of a strip's scores
 
 
+class Blocks(NamedTuple):
+    """Blocks of tokens that are selected as wholes."""
+
+    size: int
+    """Tokens of a block."""
+    key: Callable[[Tensor, Tensor], Tensor]
+    """The keys [b, n, d] of blocks whose tokens have keys [b, n, size, d] and whose first have positions int64 [n]."""
+
+
 @comm.outside_graphs
 @torch.no_grad()
 def tree_select_func(
@@ -38,6 +52,7 @@ def tree_select_func(
     cp_group,
     softmax_scale: float = 1.0,
     layout: Layout = "zigzag",
+    blocks: Blocks | None = None,
     config: TreeConfig | None = None,
 ) -> Tensor:
     """The keys that an index selects for this rank's queries, without gradients. Collective over cp_group.
@@ -46,12 +61,14 @@ def tree_select_func(
 
     Args:
         index_q: [b, s/p, h_i, d_i], index_weights: [b, s/p, h_i] and index_k: [b, s/p, d_i] of this rank's shard.
-        topk: keys that a query sees at most.
+        topk: keys, or blocks, that a query sees at most.
         cp_group: the ranks over which the sequence is sharded, a process group or 1-D DeviceMesh; None for one rank.
         softmax_scale: factor of the products of index_q and index_k.
         layout: as in `tree_attn_func`; packed documents as a layout from `dispatch_documents` or `packed_layout`.
+        blocks: select whole blocks of tokens; their keys are made of index_k on every rank.
     Returns: int32 [b, s/p, m] with m = topk, or the longest document's length if that is less: positions of keys within
         the query's document, -1 where there are fewer; for `tree_attn_func(selected=)`. Equal scores: earlier keys.
+        With blocks m = topk * size + size - 1, with the number of the longest document's blocks if that is less.
     Raises: ValueError for bad input or arguments that differ between ranks; CommError if a rank failed.
     """
     config, cp_group = config or default_config(), comm.process_group(cp_group)
@@ -63,13 +80,16 @@ def tree_select_func(
         b, _, h, d = index_q.shape
         call.agree(
             batch=b, heads=h, dim=d, topk=topk, seq_len=sharding.seq_len, layout=str(layout), scale=softmax_scale,
-            dtype=index_k.dtype, config=config,
+            dtype=index_k.dtype, block=None if blocks is None else blocks.size, config=config,
         )  # fmt: skip
         rows = index_k.transpose(0, 1)
         padded = torch.cat((rows, rows.new_zeros(sharding.rows - rows.shape[0], b, d)))
         keys = comm.gather_sequence(padded, cp_group, transport=config.transport, timeout_s=config.timeout_s)
     keys = _Keys(keys, sharding.segments(*((r,) for r in range(world))))
-    wanted = min(topk, max(getattr(sharding.layout, "lengths", (sharding.seq_len,)), default=0))
+    if blocks is not None:
+        keys = keys.of_blocks(blocks)
+    longest = max(getattr(sharding.layout, "lengths", (sharding.seq_len,)), default=0)
+    wanted = min(topk, longest // keys.size)
     return _select(index_q, index_weights, keys, sharding.segments((rank,)), wanted, softmax_scale)
 
 
@@ -85,22 +105,25 @@ def tree_select_prefill(
     shares: Sequence[Sequence[tuple[int, int]]],
     key_segments: Sequence[Sequence[Segment]],
     softmax_scale: float = 1.0,
+    block_size: int = 1,
     config: TreeConfig | None = None,
 ) -> Tensor:
     """`tree_select_func` for a chunk of a prompt over a cache, both sharded. Collective.
 
     Args:
         index_q [b, n, h_i, d_i], index_weights [b, n, h_i]: of this rank's queries, or of all queries on every rank.
-        index_k [b, s_local, d_i]: of all keys that this rank holds, including the chunk's.
+        index_k [b, s_local, d_i]: of all keys that this rank holds, including the chunk's; of blocks, complete ones.
         shares: as in `tree_prefill`; one entry if every rank has all queries. key_segments: likewise, for every rank.
+        block_size: tokens of a block. Every rank holds all tokens of its blocks, of incomplete ones, too.
         Others as in `tree_select_func`.
-    Returns: int32 [b, n, m] with m = topk, or the number of all keys if that is less; for `tree_prefill(selected=)`.
+    Returns: int32 [b, n, m] with m = topk, or the number of all keys if that is less; for `tree_prefill(selected=)`. Of
+            blocks likewise, and m = topk * block_size + block_size - 1.
     """
     config, cp_group = config or default_config(), comm.process_group(cp_group)
     with comm.collective_call("tree_select_prefill", cp_group, config) as call:
         comm.check_local(index_q=index_q, index_weights=index_weights, index_k=index_k)
         _check(index_q, index_weights, index_k, topk, softmax_scale, cached=True)
-        shares, segments = check_runs(shares), check_segments(key_segments)
+        shares, segments = check_runs(shares), _in_blocks(check_segments(key_segments), block_size)
         chunk = PromptChunk(comm.group_rank(cp_group), shares, segments, None, None)
         b, n, h, d = index_q.shape
         runs = shares[0] if len(shares) == 1 else shares[chunk.rank]
@@ -112,46 +135,89 @@ def tree_select_prefill(
             )
         call.agree(
             batch=b, heads=h, dim=d, topk=topk, shares=str(shares), num_keys=counts, scale=softmax_scale,
-            dtype=index_k.dtype, config=config,
+            dtype=index_k.dtype, block=block_size, config=config,
         )  # fmt: skip
         messages = dict(transport=config.transport, timeout_s=config.timeout_s)
         keys = comm.gather_rows(index_k.transpose(0, 1).contiguous(), counts, cp_group, **messages)
     before = itertools.accumulate(counts, initial=0)
     moved = (s._replace(row=s.row + first) for of_rank, first in zip(segments, before) for s in of_rank)
-    return _select(index_q, index_weights, _Keys(keys, tuple(moved)), queries, min(topk, sum(counts)), softmax_scale)
+    keys = _Keys(keys, tuple(moved), block_size)
+    return _select(index_q, index_weights, keys, queries, min(topk, sum(counts)), softmax_scale)
+
+
+def tokens_of_blocks(blocks: Tensor, size: int) -> Tensor:
+    """int [..., m * size]: the positions, or slots, of the tokens of blocks int [..., m], -1 of the block -1."""
+    tokens = blocks[..., None] * size + torch.arange(size, device=blocks.device)
+    return tokens.masked_fill(blocks[..., None] < 0, -1).flatten(-2)
+
+
+def tokens_after_blocks(positions: Tensor, size: int) -> Tensor:
+    """int64 [..., size - 1]: for queries at these positions the tokens up to them of the block that is incomplete for
+    them, then -1."""
+    positions = positions[..., None]
+    tokens = (positions + 1) // size * size + torch.arange(size - 1, device=positions.device)
+    return tokens.masked_fill(tokens > positions, -1)
+
+
+def _in_blocks(segments: list[list[Segment]], size: int) -> list[list[Segment]]:
+    """Segments of tokens as segments of complete blocks: a rank holds whole ones, but for the sequence's last."""
+    return [
+        [Segment(s.row // size, s.pos // size, (s.pos + s.length) // size - s.pos // size) for s in of_rank]
+        for of_rank in segments
+    ]
 
 
 def _select(q: Tensor, weights: Tensor, keys: _Keys, queries: Sequence[Segment], wanted: int, scale: float) -> Tensor:
-    """int32 [b, n, wanted]: positions of the keys that these queries select."""
-    selected = torch.full((*q.shape[:2], wanted), -1, dtype=torch.int32, device=q.device)
+    """int32 [b, n, m]: positions of the tokens that these queries select with `wanted` keys."""
+    size = keys.size
+    selected = torch.full((*q.shape[:2], wanted * size + size - 1), -1, dtype=torch.int32, device=q.device)
     for strip in _strips(queries):
         at, k = slice(strip.row, strip.row + strip.length), keys.before(strip)
-        positions = torch.arange(k.shape[1], device=k.device)
-        later = positions > positions[strip.pos :, None]
+        own = torch.arange(strip.pos, strip.pos + strip.length, device=k.device)
+        numbers = torch.arange(k.shape[1], device=k.device)
+        later = (numbers + 1) * size > own[:, None] + 1
         for i in range(len(q)):
-            entries = ranked(index_scores(q[i, at], weights[i, at], k[i], scale), positions)
+            entries = ranked(index_scores(q[i, at], weights[i, at], k[i], scale), numbers)
             best = entries.masked_fill_(later, NO_ENTRY).topk(min(wanted, k.shape[1])).values
-            selected[i, at, : best.shape[-1]] = positions_of(best)
+            tokens = tokens_of_blocks(positions_of(best), size)
+            selected[i, at, : tokens.shape[-1]] = tokens.to(torch.int32)
+        selected[:, at, wanted * size :] = tokens_after_blocks(own, size).to(torch.int32)
     return selected
 
 
 class _Keys:
-    """Gathered keys [rows, b, d] in the order of documents and positions."""
+    """Gathered keys [rows, b, d] in the order of documents and positions; of tokens, or of blocks of `size` tokens.
 
-    def __init__(self, rows: Tensor, segments: tuple[Segment, ...]):
+    segments: where they are, in keys.
+    """
+
+    def __init__(self, rows: Tensor, segments: Sequence[Segment], size: int = 1):
         order = sorted(segments, key=lambda s: (s.seq, s.pos))
         at = [torch.arange(s.row, s.row + s.length, device=rows.device) for s in order]
         self._rows = rows.transpose(0, 1)[:, torch.cat(at)] if at else rows.transpose(0, 1)
-        self._starts: dict[int, int] = {}
-        first = 0
+        self._documents: dict[int, tuple[int, int]] = {}
+        """First row and rows."""
+        self.size, first = size, 0
         for s in order:
-            self._starts.setdefault(s.seq, first)
+            start, length = self._documents.get(s.seq, (first, 0))
+            self._documents[s.seq] = start, length + s.length
             first += s.length
+
+    def of_blocks(self, blocks: Blocks) -> _Keys:
+        """The keys of the tokens' complete blocks."""
+        parts, segments, at = [], [], 0
+        for document, (start, length) in self._documents.items():
+            count = length // blocks.size
+            tokens = self._rows[:, start : start + count * blocks.size].unflatten(1, (count, blocks.size))
+            parts.append(blocks.key(tokens, torch.arange(count, device=tokens.device) * blocks.size))
+            segments.append(Segment(at, 0, count, document))
+            at += count
+        return _Keys(torch.cat(parts, 1).transpose(0, 1), segments, blocks.size)
 
     def before(self, queries: Segment) -> Tensor:
         """[b, n, d]: the keys of these queries' document up to the last of them, from position 0."""
-        start = self._starts[queries.seq]
-        return self._rows[:, start : start + queries.pos + queries.length]
+        start, _ = self._documents[queries.seq]
+        return self._rows[:, start : start + (queries.pos + queries.length) // self.size]
 
 
 def _strips(segments: Sequence[Segment]) -> Iterator[Segment]:

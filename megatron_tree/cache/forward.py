@@ -107,6 +107,13 @@ class ForwardPass:
         first = torch.tensor(self.append.first, device=device)[:, None]
         return first + torch.arange(self.append.num_tokens, device=device)
 
+    def _positions_of_share(self, device: torch.device) -> Tensor:
+        """`new_positions`, in a sharded prefill of this rank's share, int64 [1, n]."""
+        if self.append.shares is None:
+            return self.new_positions(device)
+        share = self.append.shares[self.store.book.rank]
+        return torch.tensor([[i for first, count in share for i in range(first, first + count)]], device=device)
+
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store a layer's new keys and values, positions already applied.
 
@@ -142,6 +149,8 @@ class ForwardPass:
             index_k, q, weights = (self.packed.pad(x) for x in (index_k, index.q, index.weights))
             index = index._replace(q=q, weights=weights)
         self.store.write_index(layer, self.append, index_k)
+        if index.blocks is not None:
+            self.store.finish_blocks(layer, self.append, self._positions_of_share(index_k.device), index.blocks)
         view, shares = self.views[self.store.kind_of[layer]], self.append.shares
         if shares is None and not self._is_prefill(index.q, visible):
             return select_in_step(self, layer, index, visible, config)
@@ -167,7 +176,7 @@ class ForwardPass:
             q: [b, n, h, d]: the new tokens of each row, or this rank's share of them, see `write`. With head_shares
                 of this rank's heads; so are the result, sinks and latent.
             latent: how these heads read the cache, where it holds latents; with q of all heads how all of them do.
-            selected: the keys that queries see, of latents, if not all.
+            selected: the keys that queries see, if not all.
             visible: bool [b, tokens], tokens of a row up to the end of this pass: False hides one (padding). All rows
                 have the same length then.
             config: see `tree_decode`. options: softmax_scale, window_size, softcap, sinks, alibi_slopes of all

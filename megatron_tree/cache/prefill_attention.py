@@ -34,10 +34,10 @@ class PrefillAttention:
         store = self._store
         segments = store.key_segments(self._append, store.kind_of[layer], of_all_ranks=True, by_position=True)
         local = sum(segment.length for segment in segments[store.book.rank])
-        keys = store.layers[layer].index_row(view.block_table, 0, local)[None]
+        keys = store.layers[layer].index_row(view.block_table, 0, local)[index.block_size - 1 :: index.block_size]
         options = index.options | {"cp_group": self._cp_group, "config": config}
-        where = {"shares": shares, "key_segments": segments}
-        positions = tree_select_prefill(index.q, index.weights, keys, **options, **where)
+        where = {"shares": shares, "key_segments": segments, "block_size": index.block_size}
+        positions = tree_select_prefill(index.q, index.weights, keys[None], **options, **where)
         return Selection(positions, positions.shape[-1])
 
     def attend(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..attention.selection import Blocks
 from ..kernels import SharedPages
 from .beginnings import SAVED_TOKENS, common_beginnings
 from .pages import CACHE_DTYPES, LayerPages
@@ -115,6 +116,22 @@ class ShardedCache:
         if append.writes[kind]:
             tokens, slots = self._places(append, kind, index_k.shape[1], index_k.device)
             pages.put(slots, {"index_k": index_k.flatten(0, 1)[tokens, None]})
+
+    def finish_blocks(self, layer: int, append: Append, positions: Tensor, blocks: Blocks) -> None:
+        """Put the keys of blocks that the new tokens complete in the places of their last tokens' index keys.
+
+        positions: int64 [b, n] of the new tokens, as in `write_index`.
+        """
+        pages, kind = self.layers[layer], self.kind_of[layer]
+        if not append.writes[kind]:
+            return
+        tokens, slots = self._places(append, kind, positions.shape[1], positions.device)
+        completes = slots % blocks.size == blocks.size - 1
+        tokens, slots = tokens[completes], slots[completes]
+        of_block = torch.arange(1 - blocks.size, 1, device=slots.device)
+        raw = pages.index_k.flatten(0, 1)[slots[:, None] + of_block, 0]
+        keys = blocks.key(raw[None], positions.flatten()[tokens] + 1 - blocks.size)
+        pages.put(slots, {"index_k": keys[0, :, None]})
 
     def _places(self, append: Append, kind: int, num_tokens: int, device) -> tuple[Tensor, Tensor]:
         """(numbers of the tokens to store, their slots), int64; computed once for all layers of a kind."""

@@ -86,7 +86,7 @@ class StepAttention:
         layer: int,
         q: Tensor,
         selected: Selection,
-        latent: LatentHeads,
+        latent: LatentHeads | None,
         config: TreeConfig,
         *,
         sinks: Tensor | None = None,

@@ -114,6 +114,20 @@ INDEXED = {  # with layers whose queries see the keys that an index selects
     "hy_v4": _SHARED_INDEX,
 }
 
+POOLED = {  # with layers whose queries see the blocks of tokens that an index selects
+    "qwen4_exp_text": _DELTA
+    | {
+        "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
+        "hc_count": 2,
+        "hc_lowrank": 8,
+        "indexer_n_heads": 12,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 6,
+        "indexer_compress_ratio": 2,
+    },
+}
+
 STATE_SPACE = {  # without attention
     "falcon_mamba": {"state_size": 8},
     "mamba": {"state_size": 8},
@@ -242,7 +256,7 @@ def tiny_config(name, **changes):
     if vars(config).get("kv_lora_rank") is not None:  # an attribute that differs between layers can't be read
         sizes |= {key: value for key, value in LATENT.items() if key in known}
         sizes.pop("head_dim", None)
-    special = HYBRIDS | INDEXED | STATE_SPACE
+    special = HYBRIDS | INDEXED | POOLED | STATE_SPACE
     if name not in special and (kinds := getattr(config, "layer_types", None)):
         sizes["layer_types"] = kinds[-3:] if len(set(kinds[-3:])) >= len(set(kinds[:3])) else kinds[:3]
     if vars(config).get("sliding_window"):

@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import comm
+from megatron_tree.cache.files import model_fingerprint
 from megatron_tree.integrations import transformers as tree_hf
 from megatron_tree.integrations.transformers.split_model import split_model
 from megatron_tree.integrations.transformers.split_rules import ROUTERS, SMALL, plan_layout
@@ -14,8 +15,9 @@ NEW = 6
 LENGTHS = (33, 13)  # of ragged rows, before a step of 4 tokens, which crosses a boundary of Llama 4's chunks of 7
 
 
-def check_served(model):
-    """On this rank of the default group: `generate`, `model.generate`, left padding, ragged rows, and no cache."""
+def check_served(model, *, pads: bool = True):
+    """On this rank of the default group: `generate`, `model.generate`, left padding unless not pads, ragged rows, and
+    no cache."""
     ids, (padded, mask) = prompt(2, 37), left_padded(2, 17)
     want, of_padded = plain(model, ids, NEW), plain(model, padded, NEW, mask)
     with torch.no_grad():
@@ -26,11 +28,14 @@ def check_served(model):
 
     model.set_attn_implementation("tree")
     result = tree_hf.generate(model, ids, cache=new_cache(), max_new_tokens=NEW, chunk_size=16, keep_logits=True)
-    for what, (tokens, logits), (want_tokens, want_logits) in (
+    found = [
         ("generate", (result.tokens, torch.stack(result.logits, 1)), want),
         ("model.generate", hf_generate(model, ids, NEW, past_key_values=new_cache()), want),
-        ("left padding", hf_generate(model, padded, NEW, mask, past_key_values=new_cache()), of_padded),
-    ):
+    ]
+    if pads:
+        of_tree = hf_generate(model, padded, NEW, mask, past_key_values=new_cache())
+        found.append(("left padding", of_tree, of_padded))
+    for what, (tokens, logits), (want_tokens, want_logits) in found:
         assert_logits(logits, want_logits, what)
         assert torch.equal(tokens, want_tokens), what
     runner = tree_hf.Runner(model, new_cache(), chunk_size=16)
@@ -42,6 +47,48 @@ def check_served(model):
         assert_logits(own, truth[-4:], "ragged rows")
     with torch.no_grad():
         assert_logits(model(ids, use_cache=False).logits[0], alone[0], "no cache")
+
+
+def check_rows(model, folder, page_size=2):
+    """Rows of a runner on the default group: run together, copied, cropped, saved and loaded."""
+
+    def new_cache():
+        return tree_hf.TreeCache(model.config, cp_group=dist.group.WORLD, page_size=page_size)
+
+    texts = [prompt(1, length, seed=length)[0] for length in (3, 29, 12)]
+    with torch.no_grad():
+        want = [model(torch.cat((text, text[:4]))[None]).logits[0] for text in texts]
+    fingerprint = model_fingerprint(model)
+    model.set_attn_implementation("tree")
+    cache = new_cache()
+    runner = tree_hf.Runner(model, cache, chunk_size=8)
+
+    def check(logits, row, position, what):
+        assert_logits(logits, want[row][position], what)
+
+    rows = [runner.add() for _ in texts]
+    first = runner.prefill_rows(rows, texts)
+    for i, text in enumerate(texts):
+        check(first[i], i, len(text) - 1, "prefill_rows")
+    logits = runner.step(rows, torch.stack([text[:2] for text in texts]))  # rows of different lengths
+    for i, text in enumerate(texts):
+        check(logits[i], i, slice(len(text), len(text) + 2), "step")
+    copy = runner.fork(rows[1])
+    for row in (rows[1], copy):
+        check(runner.step([row], texts[1][2:3, None])[0, 0], 1, 31, "a row and its copy")
+    runner.crop(rows[1], 27)  # in the middle of a page
+    check(runner.step([rows[1]], texts[1][27:][None])[0], 1, slice(27, 29), "cropped")
+    check(runner.step([copy], texts[1][3:4, None])[0, 0], 1, 32, "the copy of a row that was cropped")
+    cache.rows = [copy, rows[2]]
+    held = [torch.cat((texts[1], texts[1][:4])), torch.cat((texts[2], texts[2][:2]))]
+    cache.save(folder, held, fingerprint=fingerprint)
+    loaded = new_cache()
+    assert all(map(torch.equal, loaded.load(folder, fingerprint=fingerprint), held))
+    again = tree_hf.Runner(model, loaded)
+    again.crop(loaded.rows[0], 30)
+    logits = again.step(loaded.rows, torch.stack((texts[1][1:2], texts[2][2:3])))
+    check(logits[0, 0], 1, 30, "loaded")
+    check(logits[1, 0], 2, 14, "loaded")
 
 
 def check_trained(make, **more):

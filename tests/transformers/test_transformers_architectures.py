@@ -60,7 +60,6 @@ OTHER_REASONS = {
     "marian": "decoder-only",
     "minimax": "only a cache of its own",
     "moshi": "a window that its cache has",
-    "qwen4_exp_text": "an index of pooled tokens",
     "recurrent_gemma": "keep their state in themselves",
     "whisper": "decoder-only",
 }

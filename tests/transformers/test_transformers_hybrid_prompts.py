@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree.cache.files import model_fingerprint
-from support.hf_architectures import HYBRIDS, assert_logits, random_model
+from support.hf_architectures import HYBRIDS, POOLED, assert_logits, random_model
 from support.hf_models import prompt
 
 PAGE, CHUNK = 2, 12
@@ -94,7 +94,7 @@ def _marks(name):
     return [supports] if name in KINDS else [supports, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in HYBRIDS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in (*HYBRIDS, *POOLED)])
 def test_a_rank_runs_its_own_tokens(name, tmp_path):
     run_distributed(_prompts, 4, name, tmp_path / "saved")
 

@@ -13,7 +13,6 @@ pytest.importorskip("transformers")
 
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree.attention.decode import DecodeStep
-from megatron_tree.cache.files import model_fingerprint
 from megatron_tree.comm import traffic
 from megatron_tree.generation.requests import Request
 from megatron_tree.generation.sampling import SamplingParams
@@ -22,7 +21,7 @@ from megatron_tree.generation.speculation import Speculation
 from megatron_tree.integrations.transformers.split_rules import plan_layout
 from support.hf_architectures import INDEXED, assert_logits, random_model
 from support.hf_models import mistral_large4, plain, prompt
-from support.hf_served import check_served, check_sharded, check_trained
+from support.hf_served import check_rows, check_served, check_sharded, check_trained
 from support.scheduling import serve, tokens_of
 from support_matrix import refused
 
@@ -116,42 +115,7 @@ def test_caches_in_eight_bits(dtype):
 
 
 def _rows(rank, world, name, folder):
-    """Rows of a runner: run together, copied, cropped, saved and loaded."""
-    model = _model(name)
-    texts = [prompt(1, length, seed=length)[0] for length in (3, 29, 12)]
-    with torch.no_grad():
-        want = [model(torch.cat((text, text[:4]))[None]).logits[0] for text in texts]
-    fingerprint = model_fingerprint(model)
-    model.set_attn_implementation("tree")
-    cache = _cache(model)
-    runner = tree_hf.Runner(model, cache, chunk_size=8)
-
-    def check(logits, row, position, what):
-        assert_logits(logits, want[row][position], what)
-
-    rows = [runner.add() for _ in texts]
-    first = runner.prefill_rows(rows, texts)
-    for i, text in enumerate(texts):
-        check(first[i], i, len(text) - 1, "prefill_rows")
-    logits = runner.step(rows, torch.stack([text[:2] for text in texts]))  # rows of different lengths
-    for i, text in enumerate(texts):
-        check(logits[i], i, slice(len(text), len(text) + 2), "step")
-    copy = runner.fork(rows[1])
-    for row in (rows[1], copy):
-        check(runner.step([row], texts[1][2:3, None])[0, 0], 1, 31, "a row and its copy")
-    runner.crop(rows[1], 27)  # in the middle of a page
-    check(runner.step([rows[1]], texts[1][27:][None])[0], 1, slice(27, 29), "cropped")
-    check(runner.step([copy], texts[1][3:4, None])[0, 0], 1, 32, "the copy of a row that was cropped")
-    cache.rows = [copy, rows[2]]
-    held = [torch.cat((texts[1], texts[1][:4])), torch.cat((texts[2], texts[2][:2]))]
-    cache.save(folder, held, fingerprint=fingerprint)
-    loaded = _cache(model)
-    assert all(map(torch.equal, loaded.load(folder, fingerprint=fingerprint), held))
-    again = tree_hf.Runner(model, loaded)
-    again.crop(loaded.rows[0], 30)
-    logits = again.step(loaded.rows, torch.stack((texts[1][1:2], texts[2][2:3])))
-    check(logits[0, 0], 1, 30, "loaded")
-    check(logits[1, 0], 2, 14, "loaded")
+    check_rows(_model(name), folder)
 
 
 @pytest.mark.parametrize("world", [2, 4])

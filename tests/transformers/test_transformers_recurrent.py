@@ -11,10 +11,10 @@ pytest.importorskip("transformers")
 
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree.comm import record
-from support.hf_architectures import HYBRIDS, STATE_SPACE, random_model
+from support.hf_architectures import HYBRIDS, POOLED, STATE_SPACE, random_model
 from support.hf_models import prompt
 
-FAST = ("qwen3_next", "falcon_h1", "jamba", "zaya")  # one of each kind of function
+FAST = ("qwen3_next", "falcon_h1", "jamba", "zaya", "qwen4_exp_text")  # one of each kind of function, or index
 LENGTHS = (1, 9, 2, 46, 3, 14, 5)  # of packed documents: one is cut, and some are shorter than a convolution
 PADDED = (39, 22)  # tokens of padded rows
 LIMIT = 1e-4  # errors of gradients in fp32, relative to their tensor; states live for 80 tokens
@@ -103,7 +103,9 @@ def _marks(name):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name), id=name) for name in (*HYBRIDS, *STATE_SPACE)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=_marks(name), id=name) for name in (*HYBRIDS, *POOLED, *STATE_SPACE)]
+)
 def test_training(name, world):
     run_distributed(_training, world, name)
 

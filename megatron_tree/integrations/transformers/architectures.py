@@ -14,6 +14,7 @@ RECURRENT_TYPES = ("linear_attention", "conv")
 BOTH_TYPES = ("hybrid", "hybrid_sliding")  # attention beside a recurrent layer
 INDEXED_TYPES = ("indexed_attention",)
 INDEXED = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "mistral_large4_text")  # of tokens
+POOLED = {"qwen4_exp_text": "Qwen4ExpText"}  # of blocks of tokens; what their classes are called
 PLAIN_TYPES = ("mlp", "moe")  # Transformers calls them "dummy" where it makes a cache
 CHUNKED = ("llama4_text",)  # their attention says which layers are chunked; see llama4.py
 WINDOW_IN_MASK = ("phimoe",)  # they name their window to the mask only, not to the attention function
@@ -23,13 +24,12 @@ UNSUPPORTED = {
     "deepseek_v4": "keys of compressed blocks of tokens beside those of a window, in one attention call with a mask",
     "doge": "a mask that depends on its keys (dynamic mask attention)",
     "git": "images in the prompt, which see each other without a causal mask",
-    "glm5_next_text": "an index of pooled tokens, whose blocks are counted from a row's first visible token",
+    "glm5_next_text": "an index of pooled tokens, whose keys gates weigh, and a mask that attention calls don't get",
     "inkling_text": "a bias by positions (position_bias)",
     "inkling2_text": "a bias by positions (position_bias)",
     "jetmoe": "keys that are repeated after they are in the cache",
     "minimax": "recurrent layers whose state only a cache of its own (MiniMaxCache) keeps",
     "moshi": "a window that its cache has and its attention has not",
-    "qwen4_exp_text": "an index of pooled tokens, whose blocks are counted from a row's first visible token",
     "recurrent_gemma": "recurrent layers that keep their state in themselves, not in the cache",
 }
 
@@ -77,7 +77,7 @@ def layers_of(config) -> list[LayerKind]:
     plain = [kind == "dummy" and named in PLAIN_TYPES for kind, named in zip(kinds, names, strict=True)]
     known = LAYER_TYPES + RECURRENT_TYPES + BOTH_TYPES
     known += ("chunked_attention",) if text.model_type in CHUNKED else ()
-    known += INDEXED_TYPES if text.model_type in INDEXED else ()
+    known += INDEXED_TYPES if text.model_type in (*INDEXED, *POOLED) else ()
     others = sorted({kind for kind, is_plain in zip(kinds, plain) if not is_plain and kind not in known})
     sharing = getattr(text, "num_kv_shared_layers", 0) or any(getattr(text, "kv_sharing_modes", ()))
     if others or sharing:

@@ -22,12 +22,13 @@ from ...attention.decode import tree_decode
 from ...attention.functional import tree_attn_func
 from ...comm import outside_graphs
 from ...config import AttnSlice
-from .architectures import CHUNKED, INDEXED, WINDOW_IN_MASK, check_replaceable
+from .architectures import CHUNKED, INDEXED, POOLED, WINDOW_IN_MASK, check_replaceable
 from .batch_shards import SequenceShard, current_shard
 from .cache import TreeCache
 from .indexed import IndexMask, index_on_ranks
 from .latent import latent_heads
 from .llama4 import chunk_size, with_row_temperature
+from .pooled import BlockMask, block_mask
 from .runs import Update, current_run, forget_notes, last_update
 from .training import attend_to_shard
 
@@ -72,9 +73,12 @@ def tree_attention(
         "softcap": softcap or 0.0,
         "sinks": s_aux,
     }
+    if isinstance(attention_mask, BlockMask):
+        indices = attention_mask.select(update)
     if indices is not None:
         options["selected"] = indices
-    attention_mask = attention_mask.mask if isinstance(attention_mask, IndexMask) else attention_mask
+    if isinstance(attention_mask, IndexMask | BlockMask):
+        attention_mask = attention_mask.mask
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if isinstance(attention_mask, SequenceShard):
         if update is not None:
@@ -211,7 +215,7 @@ def tree_mask(
     use_vmap: bool = False,
     config=None,
     **kwargs,
-) -> Tensor | SequenceShard | IndexMask | None:
+) -> Tensor | SequenceShard | IndexMask | BlockMask | None:
     """The mask function registered as "tree": the padding mask, bool [b, kv_length], or None without padding.
 
     While a model trains on shards it is the batch's `SequenceShard`: every model hands its mask on to the attention of
@@ -221,7 +225,8 @@ def tree_mask(
     sequences, bidirectional parts, functions given by the user) by allow_is_causal_skip=False or use_vmap=True.
     """
     chunked = getattr(config, "attention_chunk_size", None) and config.model_type not in CHUNKED
-    indexed = getattr(config, "model_type", None) in INDEXED
+    model_type = getattr(config, "model_type", None)
+    indexed = model_type in INDEXED or model_type in POOLED
     if not (allow_is_causal_skip or indexed) or use_vmap or chunked:
         raise ValueError(
             f"{type(config).__name__} asks for a mask that is more than causal, sliding window and padding (packed "
@@ -231,7 +236,7 @@ def tree_mask(
     if not indexed:
         return mask
     index_on_ranks(config)
-    return IndexMask(mask)
+    return block_mask(mask, config) if model_type in POOLED else IndexMask(mask)
 
 
 def _causal_mask(

@@ -20,6 +20,7 @@ from .indexed import index_on_ranks
 from .latent import keep_latents
 from .layers import RecurrentLayer, Slots, cache_layer
 from .model_generate import prepare_generate
+from .pooled import check_pages
 from .rope import rope_rule
 from .runs import NOT_CONTINUED, ModelRuns, Update, current_run, forget_notes, last_update
 
@@ -80,6 +81,7 @@ class TreeCache(Cache):
         if self.latent:
             keep_latents(text)
         index_on_ranks(config)
+        check_pages(text, page_size)
         options = {"page_size": page_size, "dtype": dtype, "latent": self.latent}
         windows = [kinds[layer_idx].window for layer_idx in attending]
         self.store = ShardedCache(windows, rank=self.rank, world=self.world, **options)

@@ -24,8 +24,9 @@ from torch import Tensor
 from ...attention.selection import tree_select_func
 from ...cache.selected_attention import Index, Selection
 from ...comm import outside_graphs
-from .architectures import INDEXED, INSTEAD, classes_beside
+from .architectures import INDEXED, INSTEAD, POOLED, classes_beside
 from .batch_shards import SequenceShard
+from .pooled import select_blocks_on_ranks
 from .runs import last_update
 
 
@@ -136,6 +137,8 @@ def index_on_ranks(config) -> None:
     Raises: ValueError for a model that has no indexer.
     """
     text = config.get_text_config(decoder=True)
+    if text.model_type in POOLED:
+        select_blocks_on_ranks(text)
     if text.model_type not in INDEXED:
         return
     indexers = [x for name, x in classes_beside(text).items() if name.endswith("Indexer")]

@@ -19,11 +19,28 @@ class Slots(dict):
         )
 
 
+class OwnPositions:
+    """What models with an index of blocks keep of all tokens' positions in a cache: nothing here, where a token's
+    position is its number in the row."""
+
+    def __get__(self, layer, owner) -> None:
+        return None
+
+    def __set__(self, layer, position_ids: Tensor) -> None:
+        """Of new tokens, int64 [3, b, n]: time, height and width. Raises: ValueError where they are not the same."""
+        if position_ids.stride(0) and not (position_ids == position_ids[0]).all():
+            raise ValueError(
+                "positions of images in a model with an index of blocks of tokens: a TreeCache takes text only. Use "
+                "attn_implementation='sdpa', and the model's own cache"
+            )
+
+
 class TreeCacheLayer(CacheLayerMixin):
     """Of a layer with attention. Rows are the same in all layers."""
 
     is_croppable = True
     supports_early_init = False
+    indexer_position_ids = OwnPositions()
 
     def __init__(self, cache, layer_idx: int):
         super().__init__()

@@ -1,0 +1,116 @@
+"""Transformers' models whose queries see blocks of tokens that an index selects: as the plain ones, on any ranks."""
+
+import pytest
+import torch
+
+from support.ranks import run_distributed
+
+pytest.importorskip("transformers")
+
+import megatron_tree.integrations.transformers as tree_hf
+from megatron_tree.integrations.transformers.split_rules import plan_layout
+from support.hf_architectures import POOLED, assert_logits, random_model
+from support.hf_models import hf_generate, left_padded, prompt
+from support.hf_served import check_rows, check_served, check_trained
+
+
+def _cases(with_):
+    return [pytest.param(name, marks=pytest.mark.supports(f"`{name}`", with_=with_), id=name) for name in POOLED]
+
+
+def _generation(rank, world, name):
+    check_served(random_model(name), pads=False)
+
+
+def _training(rank, world, name):
+    """Blocks that lie on several ranks."""
+    check_trained(lambda: random_model(name, indexer_compress_ratio=4, indexer_budget=8))
+
+
+def _rows(rank, world, folder):
+    """Without recurrent layers, whose states can't go back."""
+    layers = {"layer_types": ["indexed_attention"] * 3, "indexer_compress_ratio": 4, "indexer_budget": 8}
+    check_rows(random_model("qwen4_exp_text", **layers), folder, page_size=8)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("name", _cases("generate and model.generate; 1, 2 and 4 ranks"))
+def test_generation(name, world):
+    run_distributed(_generation, world, name)
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_training(name):  # more of it: test_transformers_recurrent.py
+    run_distributed(_training, 2, name)
+
+
+def test_rows(tmp_path):
+    run_distributed(_rows, 2, tmp_path / "saved")
+
+
+def test_evaluation_without_a_cache():
+    model, ids = random_model("qwen4_exp_text"), prompt(2, 21)
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+        model.set_attn_implementation("tree")
+        assert_logits(model(ids, use_cache=False).logits, want, "no cache")
+        with pytest.raises(ValueError, match="attention_mask with padding: .* an index of blocks"):
+            model(ids, attention_mask=torch.arange(21).expand(2, -1) > 2, use_cache=False)
+
+
+@pytest.mark.refuses("`qwen4_exp_text`, model.generate with left padding", when="it runs: blocks of tokens")
+def test_left_padding_is_refused():
+    model, (ids, mask) = random_model("qwen4_exp_text"), left_padded(2, 17)
+    model.set_attn_implementation("tree")
+    with pytest.raises(ValueError, match="attention_mask with padding: .* an index of blocks"):
+        hf_generate(model, ids, 2, mask, past_key_values=tree_hf.TreeCache(model.config, page_size=2))
+
+
+def test_blocks_that_lie_in_two_pages_are_refused():
+    config = random_model("qwen4_exp_text", indexer_compress_ratio=3).config
+    with pytest.raises(ValueError, match=r"page_size=16: .* selects blocks of 3 tokens \(indexer_compress_ratio\)"):
+        tree_hf.TreeCache(config)
+
+
+@pytest.mark.refuses("`qwen4_exp_text` with rope_type='dynamic'", when="TreeCache is made: blocks of tokens")
+def test_rotary_embeddings_that_change_are_refused():
+    config = random_model("qwen4_exp_text").config
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    with pytest.raises(ValueError, match="an index of blocks of tokens keeps keys of one embedding"):
+        tree_hf.TreeCache(config)
+
+
+def test_positions_of_images_are_refused():
+    model, ids = random_model("qwen4_exp_text"), prompt(1, 9)
+    model.set_attn_implementation("tree")
+    positions = torch.arange(9).repeat(4, 1, 1)
+    positions[2, 0, 4:] += 1
+    with pytest.raises(ValueError, match="positions of images in a model with an index of blocks"):
+        model(ids, position_ids=positions, past_key_values=tree_hf.TreeCache(model.config, page_size=2))
+
+
+def test_another_indexer_is_refused(monkeypatch):
+    import transformers.models.qwen4_exp.modeling_qwen4_exp as modeling
+
+    def forward(self, hidden_states, position_embeddings, attention_mask, past_key_values):
+        return attention_mask
+
+    monkeypatch.setattr(modeling.Qwen4ExpTextQSAIndexer, "forward", forward)
+    model = random_model("qwen4_exp_text")
+    with pytest.raises(ValueError, match="Qwen4ExpTextQSAIndexer of this version of Transformers .* is not one that"):
+        tree_hf.train_on_shards(model)
+
+
+@pytest.mark.refuses("`qwen4_exp_text`, weights='sharded'", when="started: hyper-connections of low rank")
+def test_weights_stay_whole():
+    with pytest.raises(ValueError, match=r"can't split .*input_mix_weight_down.* Use weights='replicated'"):
+        plan_layout(random_model("qwen4_exp_text"), 2, 0)
+
+
+@pytest.mark.refuses("`qwen4_exp_text` with ple_layer_ids", when="TreeCache is made: layers that embed n-grams")
+def test_embeddings_of_n_grams_are_refused():
+    sizes = {"ple_layer_ids": [1], "eos_token_id": 2, "ngram_vocab_size_base": 50, "heads_per_ngram": 2}
+    model = random_model("qwen4_exp_text", **sizes)
+    for make in (lambda: tree_hf.TreeCache(model.config), lambda: tree_hf.train_on_shards(model)):
+        with pytest.raises(ValueError, match=r"ple_layer_ids=\[1\]: layers that embed n-grams of tokens"):
+            make()
