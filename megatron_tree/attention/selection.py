@@ -18,13 +18,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import comm
 from ..config import TreeConfig, check_positive, default_config
 from ..kernels import index_scores
 from ..layout import Layout, Segment, Sharding, check_layout, shard_lengths
-from ..merge import NO_ENTRY, positions_of, ranked
+from ..layout import positions_of as positions_of_rows
+from ..merge import NO_ENTRY, ListReducer, positions_of, ranked
 from .prefill_cell import PromptChunk, of_runs
 from .validate import check_runs, check_segments, describe
 
@@ -110,6 +112,9 @@ def tree_select_prefill(
 ) -> Tensor:
     """`tree_select_func` for a chunk of a prompt over a cache, both sharded. Collective.
 
+    Ranks gather index keys or, if these are fewer bytes, queries: each lists the best of its own keys for all queries,
+    and lists are merged on the queries' ranks.
+
     Args:
         index_q [b, n, h_i, d_i], index_weights [b, n, h_i]: of this rank's queries, or of all queries on every rank.
         index_k [b, s_local, d_i]: of all keys that this rank holds, including the chunk's; of blocks, complete ones.
@@ -137,12 +142,48 @@ def tree_select_prefill(
             batch=b, heads=h, dim=d, topk=topk, shares=str(shares), num_keys=counts, scale=softmax_scale,
             dtype=index_k.dtype, block=block_size, config=config,
         )  # fmt: skip
-        messages = dict(transport=config.transport, timeout_s=config.timeout_s)
-        keys = comm.gather_rows(index_k.transpose(0, 1).contiguous(), counts, cp_group, **messages)
+        messages, wanted = dict(transport=config.transport, timeout_s=config.timeout_s), min(topk, sum(counts))
+        lengths = tuple(sum(length for _, length in run) for run in shares)
+        rows = index_k.transpose(0, 1).contiguous()
+        if queries_travel(lengths, counts, h * (d + 1) * 4 + wanted * 8, d * index_k.element_size()):
+            asked = torch.cat((index_q.float().flatten(2), index_weights.float()), -1).transpose(0, 1).contiguous()
+            asked = comm.gather_rows(asked, lengths, cp_group, **messages).transpose(0, 1)
+            asked, keys = asked.split((h * d, h), -1), _Keys(rows, segments[chunk.rank], block_size)
+            lists = _lists(asked[0].unflatten(-1, (h, d)), asked[1], keys, _in_order(shares), wanted, softmax_scale)
+            return _tokens(_merged(lists, lengths, cp_group, config), queries, block_size)
+        keys = comm.gather_rows(rows, counts, cp_group, **messages)
+    keys = _Keys(keys, _one_after_another(segments, counts), block_size)
+    return _select(index_q, index_weights, keys, queries, wanted, softmax_scale)
+
+
+def queries_travel(queries: Sequence[int], keys: Sequence[int], query_bytes: int, key_bytes: int) -> bool:
+    """Whether a prefill's index sends queries, and lists back, not keys: if these are fewer bytes.
+
+    queries, keys: how many each rank has; one number of queries if every rank has all. Of p ranks one sends
+    (p - 1) times its queries and all lists, or (p - 1) times its keys.
+    """
+    return len(queries) == len(keys) > 1 and max(queries) * query_bytes < max(keys) * key_bytes
+
+
+def _one_after_another(segments: Sequence[Sequence[Segment]], counts: Sequence[int]) -> tuple[Segment, ...]:
+    """The segments of all ranks in their rows one after another."""
     before = itertools.accumulate(counts, initial=0)
-    moved = (s._replace(row=s.row + first) for of_rank, first in zip(segments, before) for s in of_rank)
-    keys = _Keys(keys, tuple(moved), block_size)
-    return _select(index_q, index_weights, keys, queries, min(topk, sum(counts)), softmax_scale)
+    return tuple(s._replace(row=s.row + first) for of_rank, first in zip(segments, before) for s in of_rank)
+
+
+def _in_order(shares: Sequence[Sequence[tuple[int, int]]]) -> tuple[Segment, ...]:
+    """The queries of all ranks, one after another."""
+    return of_runs([run for runs in shares for run in runs])
+
+
+def _merged(lists: Tensor, lengths: Sequence[int], cp_group, config: TreeConfig) -> Tensor:
+    """Lists int64 [b, n, k] of all ranks' queries over this rank's keys -> those of its own over all ranks' keys."""
+    parts = lists.transpose(0, 1).split(tuple(lengths))
+    padded = [F.pad(x, (0, 0, 0, 0, 0, max(lengths) - len(x)), value=NO_ENTRY) for x in parts]
+    transport = comm.resolve_transport(cp_group, lists.device, config.transport)
+    team = comm.Team.flat(cp_group, transport=transport, timeout_s=config.timeout_s)
+    merged = comm.start_reduce_scatter(torch.cat(padded), team, ListReducer).wait()
+    return merged[: lengths[comm.group_rank(cp_group)]].transpose(0, 1)
 
 
 def tokens_of_blocks(blocks: Tensor, size: int) -> Tensor:
@@ -169,24 +210,34 @@ def _in_blocks(segments: list[list[Segment]], size: int) -> list[list[Segment]]:
 
 def _select(q: Tensor, weights: Tensor, keys: _Keys, queries: Sequence[Segment], wanted: int, scale: float) -> Tensor:
     """int32 [b, n, m]: positions of the tokens that these queries select with `wanted` keys."""
-    size = keys.size
-    selected = torch.full((*q.shape[:2], wanted * size + size - 1), -1, dtype=torch.int32, device=q.device)
+    return _tokens(_lists(q, weights, keys, queries, wanted, scale), queries, keys.size)
+
+
+def _lists(q: Tensor, weights: Tensor, keys: _Keys, queries: Sequence[Segment], wanted: int, scale: float) -> Tensor:
+    """int64 [b, n, wanted]: the best of these keys for each query, as `merge.ranked` entries, then `NO_ENTRY`."""
+    lists = torch.full((*q.shape[:2], wanted), NO_ENTRY, device=q.device)
     for strip in _strips(queries):
-        at, k = slice(strip.row, strip.row + strip.length), keys.before(strip)
+        at, (k, numbers) = slice(strip.row, strip.row + strip.length), keys.before(strip)
         own = torch.arange(strip.pos, strip.pos + strip.length, device=k.device)
-        numbers = torch.arange(k.shape[1], device=k.device)
-        later = (numbers + 1) * size > own[:, None] + 1
+        later = (numbers + 1) * keys.size > own[:, None] + 1
         for i in range(len(q)):
             entries = ranked(index_scores(q[i, at], weights[i, at], k[i], scale), numbers)
             best = entries.masked_fill_(later, NO_ENTRY).topk(min(wanted, k.shape[1])).values
-            tokens = tokens_of_blocks(positions_of(best), size)
-            selected[i, at, : tokens.shape[-1]] = tokens.to(torch.int32)
-        selected[:, at, wanted * size :] = tokens_after_blocks(own, size).to(torch.int32)
-    return selected
+            lists[i, at, : best.shape[-1]] = best
+    return lists
+
+
+def _tokens(lists: Tensor, queries: Sequence[Segment], size: int) -> Tensor:
+    """int32 [b, n, m]: positions of the tokens of selected keys, and of those after the last block."""
+    tokens = tokens_of_blocks(positions_of(lists), size)
+    own = positions_of_rows(queries, lists.shape[1], device=lists.device)
+    after = tokens_after_blocks(own, size).expand(len(lists), -1, -1)
+    return torch.cat((tokens, after), -1).to(torch.int32)
 
 
 class _Keys:
-    """Gathered keys [rows, b, d] in the order of documents and positions; of tokens, or of blocks of `size` tokens.
+    """Keys [rows, b, d] of all ranks, or of one, in the order of documents and positions; of tokens, or of blocks of
+    `size` tokens.
 
     segments: where they are, in keys.
     """
@@ -195,6 +246,8 @@ class _Keys:
         order = sorted(segments, key=lambda s: (s.seq, s.pos))
         at = [torch.arange(s.row, s.row + s.length, device=rows.device) for s in order]
         self._rows = rows.transpose(0, 1)[:, torch.cat(at)] if at else rows.transpose(0, 1)
+        parts = [torch.arange(s.pos, s.pos + s.length, device=rows.device) for s in order]
+        self._numbers = torch.cat(parts) if parts else torch.arange(0, device=rows.device)
         self._documents: dict[int, tuple[int, int]] = {}
         """First row and rows."""
         self.size, first = size, 0
@@ -214,10 +267,12 @@ class _Keys:
             at += count
         return _Keys(torch.cat(parts, 1).transpose(0, 1), segments, blocks.size)
 
-    def before(self, queries: Segment) -> Tensor:
-        """[b, n, d]: the keys of these queries' document up to the last of them, from position 0."""
-        start, _ = self._documents[queries.seq]
-        return self._rows[:, start : start + (queries.pos + queries.length) // self.size]
+    def before(self, queries: Segment) -> tuple[Tensor, Tensor]:
+        """[b, n, d], int64 [n]: the keys of these queries' document up to the last of them, and their numbers."""
+        start, length = self._documents.get(queries.seq, (0, 0))
+        numbers, end = self._numbers[start : start + length], (queries.pos + queries.length) // self.size
+        count = int((numbers < end).sum())
+        return self._rows[:, start : start + count], numbers[:count]
 
 
 def _strips(segments: Sequence[Segment]) -> Iterator[Segment]:

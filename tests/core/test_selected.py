@@ -1,6 +1,7 @@
 """Attention to the keys that an index selects, over a sharded sequence: selection, values and gradients are exact."""
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from megatron_tree import (
     tree_prefill,
     tree_select_func,
 )
+from megatron_tree.attention import selection
 from megatron_tree.attention.selection import tree_select_prefill
 from megatron_tree.comm import traffic
 from megatron_tree.config import AttnSpec
@@ -154,9 +156,15 @@ def _prefill(rank, world):
     out, *_ = _oracle(inputs, _chosen(index, [0] * SEQ), None, grads=False)
     where = dict(shares=shares, key_segments=segments, cp_group=dist.group.WORLD)
     of_index = index[0][:, queries], index[1][:, queries], index[2][:, held[rank]]
-    with traffic.record() as log:
-        selected = tree_select_prefill(*of_index, topk=TOPK, config=TreeConfig(transport="direct"), **where)
-    assert sum(x.bytes for x in log) == (world - 1) * max(map(len, held)) * DIM * 4
+    selections = []
+    for travels in (False, True):
+        plan = mock.patch.object(selection, "queries_travel", lambda *_, travels=travels: travels and world > 1)
+        with plan, traffic.record() as log:
+            selections.append(tree_select_prefill(*of_index, topk=TOPK, config=TreeConfig(transport="direct"), **where))
+        of_keys, of_queries = max(map(len, held)) * DIM * 4, 16 // world * (HEADS * (DIM + 1) * 4 + TOPK * 8)
+        assert sum(x.bytes for x in log) == (world - 1) * (of_queries if travels else of_keys)
+    assert torch.equal(*selections)
+    selected = selections[0]
     for grid in grids(world):
         got = tree_prefill(q, k, v, selected=selected, grid=grid, **where)
         assert (got - out[:, queries]).abs().max() < 1e-13, grid
@@ -165,6 +173,14 @@ def _prefill(rank, world):
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_prefill_over_a_cache(world):
     run_distributed(_prefill, world)
+
+
+def test_queries_travel_where_they_are_fewer_bytes():
+    """In a chunk of 2,048 queries with 64 heads of 128, over a long cache on 8 ranks; not where all ranks have them."""
+    sizes = dict(query_bytes=64 * 129 * 4 + 2048 * 8, key_bytes=128 * 2)
+    assert selection.queries_travel([256] * 8, [1 << 17] * 8, **sizes)
+    assert not selection.queries_travel([256] * 8, [1 << 12] * 8, **sizes)
+    assert not selection.queries_travel([2048], [1 << 17] * 8, **sizes)
 
 
 def test_what_travels_is_a_list():

@@ -1,12 +1,14 @@
 """Blocks of tokens that an index selects, over a sharded sequence: as from the definition, query by query."""
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_tree import dispatch_documents, shard_positions, shard_sequence, tree_select_func
+from megatron_tree.attention import selection
 from megatron_tree.attention.selection import Blocks, tree_select_prefill
 from megatron_tree.comm import traffic
 from megatron_tree.config import TreeConfig
@@ -106,8 +108,10 @@ def _prefill(rank, world):
     queries = slice(cuts[rank], cuts[rank + 1])
     where = {"shares": shares, "key_segments": segments, "cp_group": dist.group.WORLD, "block_size": size}
     options = {"topk": TOPK, "softmax_scale": SCALE, "config": TreeConfig(transport="direct")}
-    selected = tree_select_prefill(index[0][:, queries], index[1][:, queries], keys, **where, **options)
-    assert _sets(selected) == _wanted(index, size)[0][queries]
+    for travels in (False, world > 1):
+        with mock.patch.object(selection, "queries_travel", lambda *_, travels=travels: travels):
+            selected = tree_select_prefill(index[0][:, queries], index[1][:, queries], keys, **where, **options)
+        assert _sets(selected) == _wanted(index, size)[0][queries]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
