@@ -125,6 +125,10 @@ POOLED = {  # with layers whose queries see the blocks of tokens that an index s
         "indexer_head_dim": 8,
         "indexer_budget": 6,
         "indexer_compress_ratio": 2,
+        "ple_layer_ids": [1],
+        "ngram_vocab_size_base": 50,
+        "heads_per_ngram": 2,
+        "eos_token_id": 71,  # n-grams begin after it; it is in most prompts of tests
     },
 }
 
@@ -269,8 +273,11 @@ def random_model(name, **changes):
     torch.manual_seed(1)
     config = tiny_config(name, **changes)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model.generation_config.eos_token_id = None
     with torch.no_grad():
         for weight_name, weight in model.named_parameters():
+            if weight_name.endswith("ple.conv1d.weight"):  # zeros
+                weight.normal_()
             if weight.dim() > 1 and not any(part in weight_name for part in ("embed", "wte", "wpe", "A_log")):
                 weight.mul_(3.0)
     return model

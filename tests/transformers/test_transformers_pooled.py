@@ -29,7 +29,12 @@ def _training(rank, world, name):
 
 def _rows(rank, world, folder):
     """Without recurrent layers, whose states can't go back."""
-    layers = {"layer_types": ["indexed_attention"] * 3, "indexer_compress_ratio": 4, "indexer_budget": 8}
+    layers = {
+        "layer_types": ["indexed_attention"] * 3,
+        "indexer_compress_ratio": 4,
+        "indexer_budget": 8,
+        "ple_layer_ids": [],
+    }
     check_rows(random_model("qwen4_exp_text", **layers), folder, page_size=8)
 
 
@@ -104,13 +109,14 @@ def test_another_indexer_is_refused(monkeypatch):
 @pytest.mark.refuses("`qwen4_exp_text`, weights='sharded'", when="started: hyper-connections of low rank")
 def test_weights_stay_whole():
     with pytest.raises(ValueError, match=r"can't split .*input_mix_weight_down.* Use weights='replicated'"):
-        plan_layout(random_model("qwen4_exp_text"), 2, 0)
+        plan_layout(random_model("qwen4_exp_text", ple_layer_ids=[]), 2, 0)
 
 
-@pytest.mark.refuses("`qwen4_exp_text` with ple_layer_ids", when="TreeCache is made: layers that embed n-grams")
-def test_embeddings_of_n_grams_are_refused():
-    sizes = {"ple_layer_ids": [1], "eos_token_id": 2, "ngram_vocab_size_base": 50, "heads_per_ngram": 2}
-    model = random_model("qwen4_exp_text", **sizes)
-    for make in (lambda: tree_hf.TreeCache(model.config), lambda: tree_hf.train_on_shards(model)):
-        with pytest.raises(ValueError, match=r"ple_layer_ids=\[1\]: layers that embed n-grams of tokens"):
-            make()
+def test_rows_that_begin_beside_others_are_refused():
+    model, ids = random_model("qwen4_exp_text"), prompt(2, 9)
+    model.set_attn_implementation("tree")
+    runner = tree_hf.Runner(model, tree_hf.TreeCache(model.config, page_size=2))
+    rows = [runner.add(), runner.add()]
+    runner.prefill(rows[0], ids[0, :5])
+    with pytest.raises(ValueError, match="1 of 2 rows begin beside rows that go on, .* keeps the last token ids"):
+        runner.step(rows, ids[:, 5:6])

@@ -24,7 +24,7 @@ UNSUPPORTED = {
     "deepseek_v4": "keys of compressed blocks of tokens beside those of a window, in one attention call with a mask",
     "doge": "a mask that depends on its keys (dynamic mask attention)",
     "git": "images in the prompt, which see each other without a causal mask",
-    "glm5_next_text": "an index of pooled tokens, whose keys gates weigh, and a mask that attention calls don't get",
+    "glm5_next_text": "an index of pooled tokens with gates, and attention that does not pass the mask on",
     "inkling_text": "a bias by positions (position_bias)",
     "inkling2_text": "a bias by positions (position_bias)",
     "jetmoe": "keys that are repeated after they are in the cache",
@@ -87,11 +87,14 @@ def layers_of(config) -> list[LayerKind]:
             f"with keys and values of their own, and recurrent ones ({', '.join(RECURRENT_TYPES + BOTH_TYPES)}). "
             f"{INSTEAD}"
         )
+    states = [x.get("number_of_states", 0) for x in options]
+    if ngrams := getattr(text, "ple_layer_ids", None):  # other layers have no states of n-grams
+        states = [n if i + 1 in ngrams else min(n, 1) for i, n in enumerate(states)]
     windows = [None if kind == "chunked_attention" else x.get("sliding_window") for kind, x in zip(kinds, options)]
     attending = (*LAYER_TYPES, *BOTH_TYPES, *INDEXED_TYPES, "chunked_attention")
     return [
-        LayerKind(kind in attending, window, x.get("number_of_states", 0), kind in INDEXED_TYPES)
-        for kind, window, x in zip(kinds, windows, options, strict=True)
+        LayerKind(kind in attending, window, num_states, kind in INDEXED_TYPES)
+        for kind, window, num_states in zip(kinds, windows, states, strict=True)
     ]
 
 

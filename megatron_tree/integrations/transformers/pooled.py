@@ -28,6 +28,7 @@ from ...comm import group_rank, group_size, outside_graphs
 from ...layout import shard_segments
 from .architectures import INSTEAD, POOLED, classes_beside
 from .batch_shards import SequenceShard
+from .ngrams import share_ngrams
 from .rope import rope_rule
 from .runs import Update
 
@@ -98,11 +99,7 @@ def select_blocks_on_ranks(config) -> None:
             f"{type(config).__name__} has a rotary embedding that depends on a row's length; an index of blocks of "
             f"tokens keeps keys of one embedding. {INSTEAD}"
         )
-    if config.ple_layer_ids:
-        raise ValueError(
-            f"{type(config).__name__} has ple_layer_ids={config.ple_layer_ids}: layers that embed n-grams of tokens, "
-            f"which attn_implementation='tree' does not support. {INSTEAD}"
-        )
+    share_ngrams(_class_beside(config, "NGramEmbedding"), _class_beside(config, "PLELayer"))
     indexer = _class_beside(config, "Indexer")
     if hasattr(indexer.forward, "selects_on_ranks"):
         return

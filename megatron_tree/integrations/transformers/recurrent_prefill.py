@@ -31,8 +31,8 @@ class RecurrentPass:
     def __init__(
         self, layers: Mapping[int, RecurrentLayer], *, cp_group, layout: Layout, config: TreeConfig | None = None
     ):
-        self._layers, self._options = layers, {"cp_group": cp_group, "layout": layout, "config": config}
-        self._is_sharded = not isinstance(layout, str)
+        self._layers, self.options = layers, {"cp_group": cp_group, "layout": layout, "config": config}
+        self.is_sharded = not isinstance(layout, str)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -46,8 +46,8 @@ class RecurrentPass:
     def begin(self, mixer: nn.Module) -> RecurrentRun:
         """A layer begins."""
         layer = self._layers[mixer.layer_idx]
-        run = RecurrentRun(**self._options, recurrent_state=layer.recurrent_states[0])
-        layer.run = run if self._is_sharded else None
+        run = RecurrentRun(**self.options, recurrent_state=layer.recurrent_states[0])
+        layer.run = run if self.is_sharded else None
         return run
 
     def end(self, mixer: nn.Module, *, failed: bool) -> None:

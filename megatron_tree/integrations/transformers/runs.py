@@ -129,7 +129,8 @@ class ModelRuns:
         return self.forward is not None and self.has_stored(None) and self._reached == self._expected
 
     def take_states(self, rows: Sequence[Row]) -> None:
-        """A run over these rows begins. Raises: ValueError for rows that hold tokens but not their state."""
+        """A run over these rows begins. Raises: ValueError for rows that hold tokens but not their state, and for rows
+        without tokens beside others where a state is one of token ids."""
         self._reached.clear()
         if not self._layers:
             return
@@ -139,7 +140,12 @@ class ModelRuns:
                     f"a row holds {row.length} tokens of attention layers only: the state of the recurrent layers is "
                     "missing. Run it from its first token"
                 )
-        joined = join_states([row.state for row in rows])
+        joined, begin = join_states([row.state for row in rows]), [row.state is None for row in rows]
+        if any(begin) and not all(x.is_floating_point() for x in joined.values()):
+            raise ValueError(
+                f"{sum(begin)} of {len(rows)} rows begin beside rows that go on, but this model keeps the last token "
+                "ids of a row (n-grams): run the first tokens of new rows by themselves"
+            )
         for layer in self._layers.values():
             layer.replace(joined)
 
