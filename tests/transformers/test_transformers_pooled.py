@@ -15,7 +15,7 @@ from megatron_tree.attention.decode import DecodeStep
 from megatron_tree.comm import traffic
 from megatron_tree.integrations.transformers.split_rules import plan_layout
 from support.hf_architectures import POOLED, assert_logits, random_model
-from support.hf_models import hf_generate, left_padded, prompt
+from support.hf_models import hf_generate, left_padded, plain, prompt
 from support.hf_served import check_rows, check_served, check_trained
 
 
@@ -60,6 +60,26 @@ def _traffic(rank, world):
 
 def test_what_a_step_sends_and_reads():
     run_distributed(_traffic, 2)
+
+
+def _eight_bits(rank, world):
+    """A cache in 8 bits, whose index keys are not: near to the plain model, and the same on both ranks."""
+    model, ids = random_model("qwen4_exp_text"), prompt(2, 37)
+    want = plain(model, ids, 1)[1]
+    model.set_attn_implementation("tree")
+    found = []
+    for group in (None, dist.group.WORLD):
+        cache = tree_hf.TreeCache(model.config, cp_group=group, page_size=2, dtype="int8")
+        result = tree_hf.generate(model, ids, cache=cache, max_new_tokens=3, chunk_size=8, keep_logits=True)
+        found.append(torch.stack(result.logits, 1))
+        assert cache.store.layers[0].k.dtype == torch.int8
+        assert cache.store.layers[0].index_k.dtype == torch.float32
+    assert_logits(found[1], found[0], "ranks")
+    assert float((found[0][:, :1] - want).abs().max() / want.abs().max()) < 0.2
+
+
+def test_caches_in_eight_bits():
+    run_distributed(_eight_bits, 2)
 
 
 def _rows(rank, world, folder):

@@ -68,7 +68,14 @@ class BlockMask(NamedTuple):
         return {"cp_group": self.mask.cp_group, "layout": self.mask.documents or "zigzag"}
 
     def select(self, update: Update | None) -> Tensor | Selection:
-        """The keys that the layer's queries see. update: of the layer's keys, which are in the cache. Collective."""
+        """The keys that the layer's queries see. update: of the layer's keys, which are in the cache. Collective.
+
+        Raises: ValueError for a model whose layers have no indexer.
+        """
+        if self.new is None:
+            raise ValueError(
+                f"this model's attention does not combine its mask with what its indexer selects. {INSTEAD}"
+            )
         index, keys = self.new
         if update is not None and self.mask is None:
             slot, config = update.cache.slot_of[update.layer_idx], update.cache.tree_config
