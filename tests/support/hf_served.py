@@ -1,9 +1,12 @@
 """What every model has to do on several ranks: tokens, logits, losses and gradients are those of the plain model."""
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 
 from megatron_tree import comm
+from megatron_tree.attention.decode import DecodeStep
 from megatron_tree.cache.files import model_fingerprint
 from megatron_tree.integrations import transformers as tree_hf
 from megatron_tree.integrations.transformers.split_model import split_model
@@ -89,6 +92,26 @@ def check_rows(model, folder, page_size=2):
     logits = again.step(loaded.rows, torch.stack((texts[1][1:2], texts[2][2:3])))
     check(logits[0, 0], 1, 30, "loaded")
     check(logits[1, 0], 2, 14, "loaded")
+
+
+def traffic_of_a_step(model, ids, cache):
+    """(Bytes that this rank sends in a step after a prompt and a step, keys that each layer selects on all ranks.)"""
+    model.set_attn_implementation("tree")
+    runner = tree_hf.Runner(model, cache, chunk_size=64)
+    row = runner.add()
+    runner.prefill(row, ids[0])
+    runner.step([row], ids[:, :1])  # ranks compare what they do once
+    read, decode = [], DecodeStep.decode
+
+    def counted(self, q, cache, *args, **kwargs):
+        read.append(int((cache.selected >= 0).sum()))
+        return decode(self, q, cache, *args, **kwargs)
+
+    with comm.record() as log, mock.patch.object(DecodeStep, "decode", counted):
+        runner.step([row], ids[:, :1])
+    read = torch.tensor(read)
+    dist.all_reduce(read)
+    return sum(x.bytes for x in log), read.tolist()
 
 
 def check_trained(make, **more):

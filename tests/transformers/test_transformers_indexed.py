@@ -1,7 +1,6 @@
 """Transformers' models whose queries see the keys that an index selects: as the plain ones, on any number of ranks."""
 
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from support.ranks import run_distributed
 pytest.importorskip("transformers")
 
 import megatron_tree.integrations.transformers as tree_hf
-from megatron_tree.attention.decode import DecodeStep
-from megatron_tree.comm import traffic
 from megatron_tree.generation.requests import Request
 from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.generation.scheduler import Scheduler
@@ -21,7 +18,7 @@ from megatron_tree.generation.speculation import Speculation
 from megatron_tree.integrations.transformers.split_rules import plan_layout
 from support.hf_architectures import INDEXED, assert_logits, random_model
 from support.hf_models import mistral_large4, plain, prompt
-from support.hf_served import check_rows, check_served, check_sharded, check_trained
+from support.hf_served import check_rows, check_served, check_sharded, check_trained, traffic_of_a_step
 from support.scheduling import serve, tokens_of
 from support_matrix import refused
 
@@ -161,29 +158,15 @@ def _ask(scheduler, asked):
 
 def _traffic(rank, world, name):
     """What a step sends, lists of 8 bytes a key and states of heads, and reads: rows of selected keys, not all."""
-    model, ids = _model(name), prompt(1, 61)
-    model.set_attn_implementation("tree")
+    model = _model(name)
     config, cache = model.config, _cache(model, schedule="allgather")
-    runner = tree_hf.Runner(model, cache, chunk_size=64)
-    row = runner.add()
-    runner.prefill(row, ids[0])
-    runner.step([row], ids[:, :1])  # ranks compare what they do once
-    read, decode = [], DecodeStep.decode
-
-    def counted(self, q, cache, *args, **kwargs):
-        read.append(int((cache.selected >= 0).sum()))
-        return decode(self, q, cache, *args, **kwargs)
-
-    with traffic.record() as log, mock.patch.object(DecodeStep, "decode", counted):
-        runner.step([row], ids[:, :1])
+    sent, read = traffic_of_a_step(model, prompt(1, 61), cache)
     indexed = getattr(config, "indexer_types", ["full"] * config.num_hidden_layers).count("full")
     lists = indexed * 8 * config.index_topk
     width = min(config.kv_lora_rank, config.v_head_dim) + 1
     states = config.num_hidden_layers * 4 * config.num_attention_heads * width
-    assert sum(x.bytes for x in log) == (world - 1) * (lists + states), log
-    read = torch.tensor(read)
-    dist.all_reduce(read)
-    assert read.tolist() == [config.index_topk] * config.num_hidden_layers
+    assert sent == (world - 1) * (lists + states)
+    assert read == [config.index_topk] * config.num_hidden_layers
 
 
 @pytest.mark.parametrize("name", FAST)

@@ -1,7 +1,5 @@
 """Transformers' models whose queries see blocks of tokens that an index selects: as the plain ones, on any ranks."""
 
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,12 +9,10 @@ from support.ranks import run_distributed
 pytest.importorskip("transformers")
 
 import megatron_tree.integrations.transformers as tree_hf
-from megatron_tree.attention.decode import DecodeStep
-from megatron_tree.comm import traffic
 from megatron_tree.integrations.transformers.split_rules import plan_layout
 from support.hf_architectures import POOLED, assert_logits, random_model
 from support.hf_models import hf_generate, left_padded, plain, prompt
-from support.hf_served import check_rows, check_served, check_trained
+from support.hf_served import check_rows, check_served, check_trained, traffic_of_a_step
 
 
 def _cases(with_):
@@ -34,28 +30,15 @@ def _training(rank, world, name):
 
 def _traffic(rank, world):
     """What a step sends, lists of 8 bytes a block and states of heads, and reads: selected blocks and those after."""
-    model, ids = random_model("qwen4_exp_text"), prompt(1, 41)
-    model.set_attn_implementation("tree")
-    config, group = model.config, dist.group.WORLD
-    runner = tree_hf.Runner(model, tree_hf.TreeCache(config, cp_group=group, page_size=2, schedule="allgather"))
-    row = runner.add()
-    runner.prefill(row, ids[0])
-    runner.step([row], ids[:, :1])  # ranks compare what they do once
-    read, decode = [], DecodeStep.decode
-
-    def counted(self, q, cache, *args, **kwargs):
-        read.append(int((cache.selected >= 0).sum()))
-        return decode(self, q, cache, *args, **kwargs)
-
-    with traffic.record() as log, mock.patch.object(DecodeStep, "decode", counted):
-        runner.step([row], ids[:, :1])  # the 43rd token: its block is incomplete
+    model = random_model("qwen4_exp_text")
+    config = model.config
+    cache = tree_hf.TreeCache(config, cp_group=dist.group.WORLD, page_size=2, schedule="allgather")
+    sent, read = traffic_of_a_step(model, prompt(1, 41), cache)  # the 43rd token: its block is incomplete
     layers, size = config.layer_types.count("indexed_attention"), config.indexer_compress_ratio
     lists = 8 * config.indexer_budget // size
     states = 4 * config.num_attention_heads * (config.head_dim + 1)
-    assert sum(x.bytes for x in log) == (world - 1) * layers * (lists + states), log
-    read = torch.tensor(read)
-    dist.all_reduce(read)
-    assert read.tolist() == [config.indexer_budget + 43 % size] * layers
+    assert sent == (world - 1) * layers * (lists + states)
+    assert read == [config.indexer_budget + 43 % size] * layers
 
 
 def test_what_a_step_sends_and_reads():
