@@ -79,11 +79,11 @@ class _Tied(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs[1:])
+        ctx.others = [(x.shape, dict(dtype=x.dtype, device=x.device)) for x in inputs[1:]]  # not kept for their shapes
 
     @staticmethod
     def backward(ctx, dx):
-        return dx, *(torch.zeros_like(x) for x in ctx.saved_tensors)
+        return dx, *(torch.zeros((), **kind).expand(shape) for shape, kind in ctx.others)
 
     @staticmethod
     def jvp(ctx, tangent, *_):
