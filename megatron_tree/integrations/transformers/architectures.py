@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import NamedTuple
 
@@ -44,7 +45,13 @@ def classes_beside(config) -> dict[str, type]:
     """The classes of the module that has a text model, which need not be a causal language model, by name."""
     model = model_class(config)
     name = type(config).__module__.replace(".configuration_", ".modeling_") if model is None else model.__module__
-    return {name: x for name, x in vars(importlib.import_module(name)).items() if isinstance(x, type)}
+    return _classes_in(name)
+
+
+@functools.cache
+def _classes_in(module: str) -> dict[str, type]:
+    """Looked up once: masks of models with an index ask in every run."""
+    return {name: x for name, x in vars(importlib.import_module(module)).items() if isinstance(x, type)}
 
 
 class LayerKind(NamedTuple):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -47,8 +48,8 @@ class BlockMask(NamedTuple):
 
     mask: SequenceShard | None
     """What it returns to other models."""
-    rotary: nn.Module
-    """The model's rotary embedding, for positions of any tokens."""
+    rotary: Callable[[], nn.Module]
+    """Gives the model's rotary embedding, for positions of any tokens. Few steps complete a block and need it."""
     new: NewIndex | None = None
     """Of the layer that runs."""
 
@@ -90,7 +91,7 @@ def block_mask(mask: Tensor | SequenceShard | None, config) -> BlockMask:
             f"attention_mask with padding: {type(config).__name__} has an index of blocks of tokens, which are counted "
             "from a row's first token. Run rows of one length, or use generate, whose rows have no padding"
         )
-    return BlockMask(mask, _class_beside(config, "RotaryEmbedding")(config))
+    return BlockMask(mask, functools.cache(lambda: _class_beside(config, "RotaryEmbedding")(config)))
 
 
 def select_blocks_on_ranks(config) -> None:
@@ -153,13 +154,13 @@ def _new_index(module, hidden_states: Tensor, embeddings, mask: BlockMask, rotat
     heads, d = module.index_n_heads, module.index_head_dim
     q, keys = module.index_qk_proj(hidden_states).split((heads * d, d), -1)
     if not cached:
-        embeddings = mask.rotary.to(q.device)(hidden_states, _positions(mask, q.shape[1], q.device)[None])
+        embeddings = mask.rotary().to(q.device)(hidden_states, _positions(mask, q.shape[1], q.device)[None])
     cos, sin = embeddings
     q = rotate(module.q_layernorm(q.unflatten(-1, (heads, d))), cos=cos, sin=sin, unsqueeze_dim=2)
 
     def block_key(tokens: Tensor, positions: Tensor) -> Tensor:
         pooled = module.k_layernorm(tokens.float().mean(2).to(keys.dtype))
-        cos, sin = mask.rotary.to(pooled.device)(hidden_states, positions[None])
+        cos, sin = mask.rotary().to(pooled.device)(hidden_states, positions[None])
         return rotate(pooled, cos=cos[0], sin=sin[0], unsqueeze_dim=0)
 
     weights = torch.ones(q.shape[:3], device=q.device)
