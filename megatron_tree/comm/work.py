@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .group import IN_PART, GroupState, backend, group_rank, group_size
 from .health.gloo import settle_at_exit
-from .health.watchdog import EVERY_GROUP, Watchdog, interrupt
+from .health.watchdog import EVERY_GROUP, Watchdog
 from .traffic import note
 
 TAGS = 1 << 12  # of the collectives in progress; then they start again
@@ -37,13 +37,20 @@ def wait_for(works, group, timeout_s: float, *, on) -> None:
 
     With NCCL the current stream waits, not the host.
     """
-    with Watchdog.of(group).waits(on):
-        for w in works if isinstance(works, list) else [works]:
+    works = works if isinstance(works, list) else [works]
+    with Watchdog.of(group).waits(on, works):
+        for work in works:
             if backend(group) == "nccl":
-                w.wait()  # NCCL's own watchdog keeps the time limit
+                work.wait()  # NCCL's own watchdog keeps the time limit
             else:
-                w.wait(timedelta(seconds=timeout_s))
+                wait_within(timedelta(seconds=timeout_s), work)
                 settle_at_exit()
+
+
+def wait_within(limit: timedelta, work: dist.Work) -> None:
+    """Wait for an operation of gloo. Raises ``RuntimeError`` also where the watchdog has aborted it."""
+    if not work.wait(limit):
+        raise RuntimeError("the watchdog has ended the wait")
 
 
 def wait_until(is_done: Callable[[], bool], what: str, group, timeout_s: float) -> None:
@@ -65,7 +72,7 @@ def wait_until(is_done: Callable[[], bool], what: str, group, timeout_s: float) 
                 time.sleep(ASK_S)
     except RuntimeError as error:
         failure = watchdog.operation_failed(what, timeout_s, error)
-        interrupt(EVERY_GROUP)  # the device waits, too
+        watchdog.interrupt(EVERY_GROUP)  # the device waits, too
         raise failure from error
 
 
@@ -127,11 +134,11 @@ class Mail:
         """Start to send x, contiguous; it is kept until `sent`."""
         self._sent.append((self._start(self._group.send, x, to), x))
 
-    def wait(self, *receives: Message) -> None:
-        with Watchdog.of(self._group).waits(self._group):
-            for message in receives:
+    def wait(self, *messages: Message) -> None:
+        with Watchdog.of(self._group).waits(self._group, [message.work for message in messages]):
+            for message in messages:
                 try:
-                    message.work.wait(self._limit)
+                    wait_within(self._limit, message.work)
                 except RuntimeError as error:
                     raise self._failure(error, message.peer) from error
         settle_at_exit()

@@ -3,6 +3,9 @@
 import dataclasses
 import datetime
 import itertools
+import os
+import signal
+import threading
 import time
 
 import pytest
@@ -177,6 +180,41 @@ def test_a_region_limits_each_wait(transport):
 def test_a_region_lets_shorter_waits_pass():
     for outcome in run_to_the_end(_stuck, 2, "slow", "direct", LIMIT / 4):
         assert outcome.code == 0 and outcome.value == 0, outcome
+
+
+def _half_of_a_message(rank, world, sender):
+    """Ranks 0 and 2 wait for rank 1; rank 1 dies while a message between it and rank 0 is under way."""
+    from megatron_tree.comm.work import Mail
+
+    store, x = dist.distributed_c10d._get_default_store(), torch.zeros(64 << 20)
+    dist.barrier()
+    mail = Mail("a large message", dist.group.WORLD, range(world), 60.0)
+    if rank == 1:
+        store.set("victim", str(os.getpid()))
+    if rank == 2:
+        return mail.wait(mail.receive(x, 1))
+    receives = rank != sender
+    message = mail.receive(x, 1 - rank) if receives else mail.send(x.fill_(1), 1 - rank)
+    start_clock()
+
+    def kill_halfway():
+        while x[0] == 0:
+            pass
+        os.kill(int(store.get("victim")), signal.SIGKILL)
+
+    if receives:
+        threading.Thread(target=kill_halfway).start()
+    mail.wait(message) if receives else mail.sent()
+    time.sleep(60)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("sender", [0, 1])
+def test_half_of_a_message(sender):
+    """gloo forgets such a message when its connection closes: its wait would last until the limit of 60 seconds."""
+    outcomes = run_to_the_end(_half_of_a_message, 3, sender, victims=(1,))
+    for outcome in outcomes[::2]:
+        assert outcome.error == "CommError" and "rank 1" in outcome.text and outcome.seconds < IN_TIME, outcome
 
 
 def _rebuilt(rank, world):

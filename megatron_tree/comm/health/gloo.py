@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import os
 import re
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -30,6 +32,35 @@ def interrupt(group) -> None:
             if peer != group_rank(group):
                 with contextlib.suppress(RuntimeError):
                     group.recv([torch.empty(1)], peer, UNUSED_TAG - context).wait(timedelta(milliseconds=1))
+
+
+def abort(work: dist.Work) -> None:
+    """End a wait for a message that is half sent or half received; ``work.wait()`` returns False then.
+
+    gloo tells nobody of such a message when its connection closes (`Pair::signalException` knows those alone that have
+    not begun), so that its wait would go on until the time limit. torch's C++ has a way to end it, and Python's `Work`
+    hasn't: it is called here for what certainly is such a message, as the virtual table tells.
+    """
+    if not (aborts := _aborts()):
+        return
+    cpp = ctypes.c_void_p.from_address(id(work) + object.__basicsize__).value  # pybind11: after the object's head
+    table = ctypes.c_void_p.from_address(cpp).value if cpp else None
+    if table in aborts:
+        aborts[table](cpp)
+
+
+@functools.cache
+def _aborts() -> dict[int, Callable[[int], None]]:
+    """`abort` of messages by the address of their class's virtual table; empty where torch is built otherwise."""
+    found, pointer = {}, ctypes.sizeof(ctypes.c_void_p)
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
+        for name in ("8SendWork", "8RecvWork"):
+            table = ctypes.c_char.in_dll(library, f"_ZTVN4c10d16ProcessGroupGloo{name}E")
+            function = library[f"_ZN4c10d16ProcessGroupGloo{name}5abortEv"]
+            function.argtypes, function.restype = (ctypes.c_void_p,), None
+            found[ctypes.addressof(table) + 2 * pointer] = function  # after the offset to the top and the type
+    return found
 
 
 def is_communication_error(error: Exception) -> bool:

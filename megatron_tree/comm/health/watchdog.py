@@ -52,6 +52,8 @@ class Watchdog:
         self.reports = Reports(self.key, self.rank, self.ranks, later_s=self.store.poll_s - POLL_S)
         self.waiting_on = None
         """The group, or a sub-group of it, that the main thread waits on; or `EVERY_GROUP`."""
+        self.waiting_for: Sequence[dist.Work] = ()
+        """The operations among them, if the main thread waits in torch.distributed."""
         self.waiting_since = math.inf
         """When it began to wait for other ranks, see `time.monotonic`; inf: it does not."""
         self.rejection: ValueError | None = None
@@ -119,14 +121,14 @@ class Watchdog:
         return f"{self.calls.place()}{region()}"
 
     @contextlib.contextmanager
-    def waits(self, on) -> Iterator[None]:
+    def waits(self, on, works: Sequence[dist.Work] = ()) -> Iterator[None]:
         """While the main thread waits on the group or a sub-group of it, another rank's failure ends that wait."""
-        before = self.waiting_on, self.waiting_since
-        self.waiting_on, self.waiting_since = on, time.monotonic()
+        before = self.waiting_on, self.waiting_for, self.waiting_since
+        self.waiting_for, self.waiting_since, self.waiting_on = works, time.monotonic(), on
         try:
             yield
         finally:
-            self.waiting_on, self.waiting_since = before
+            self.waiting_on, self.waiting_for, self.waiting_since = before
 
     @property
     def is_interrupted(self) -> bool:
@@ -142,7 +144,7 @@ class Watchdog:
         """A request: look for failures, rejections and questions while the main thread waits."""
         if time.monotonic() - self.waiting_since > wait_limit():
             self._is_overdue = True
-            interrupt(self.waiting_on)
+            self.interrupt(self.waiting_on)
         # one operation if nothing is new: hundreds of ranks may be waiting
         joined = self.calls.joined()
         seen = self.num_updates(store), joined[-1].number if joined else 0
@@ -156,12 +158,26 @@ class Watchdog:
             asked.append(call)
         waiting_on = self.waiting_on
         if waiting_on is not None and (self._failure_seen or self.rejection is not None):
-            interrupt(waiting_on)
+            self.interrupt(waiting_on)
         for call in asked:
             compare, call.compare = call.compare, None
             outcome = yield from compare(store)
             if isinstance(outcome, ValueError):
                 self.rejection = self.rejection or outcome
+
+    def interrupt(self, on) -> None:
+        """Make this rank's waits on a group, or on all groups, fail now. They can't be used afterwards."""
+        groups = [on]
+        if on is EVERY_GROUP:
+            known = list(distributed_c10d._world.pg_map)
+            groups = [x for x in known if isinstance(x, dist.ProcessGroup) and group_size(x) > 1]
+        for group in groups:
+            if backend(group) == "nccl":
+                group._get_backend(torch.device("cuda")).abort()
+            else:
+                gloo.interrupt(group)
+        for work in [work for watchdog in self.store.watchdogs for work in watchdog.waiting_for]:
+            gloo.abort(work)
 
     def _waits_long(self) -> bool:
         """Whether the main thread waits in its call for longer than usual, perhaps for ranks that make another one."""
@@ -267,16 +283,3 @@ def region() -> str:
     """For messages, in a `monitored` region: ", in step 5"."""
     region = GroupState.of(dist.group.WORLD).region
     return f", in {region}" if region else ""
-
-
-def interrupt(on) -> None:
-    """Make this rank's waits on a group, or on all groups, fail now. They can't be used afterwards."""
-    groups = [on]
-    if on is EVERY_GROUP:
-        known = list(distributed_c10d._world.pg_map)
-        groups = [x for x in known if isinstance(x, dist.ProcessGroup) and group_size(x) > 1]
-    for group in groups:
-        if backend(group) == "nccl":
-            group._get_backend(torch.device("cuda")).abort()
-        else:
-            gloo.interrupt(group)
