@@ -20,7 +20,7 @@ def make_scheduler(
     max_rows=4,
     max_waiting=16,
     token_group=None,
-    heartbeat_s=10.0,
+    heartbeat_s=0.01,
     speculation=None,
     **options,
 ):
