@@ -4,10 +4,10 @@
 """
 
 from .inference import generate, init_comm, init_distributed, init_inference
-from .training import SequenceParallel, register_sequence_parallel
+from .training import SequenceParallelMpu, register_sequence_parallel
 
 __all__ = [
-    "SequenceParallel",
+    "SequenceParallelMpu",
     "generate",
     "init_comm",
     "init_distributed",

@@ -8,22 +8,26 @@ Importing it registers ``attn_implementation="tree"``:
     cache = tree_hf.TreeCache(model.config, cp_group=group)
     model(input_ids=tokens, past_key_values=cache)                # every rank runs the tokens, attends to its shard
 
-`Runner` runs rows of such a cache, `generate` generates; `train_on_shards`, `shard_batch` train on sharded sequences.
+`Runner` runs rows of such a cache, `generate` generates; `register_sequence_parallel` trains on sharded sequences, by
+`train_on_shards` and `shard_batch`.
 """
 
 from .attention import check_model, tree_attention
 from .batch_shards import shard_batch
 from .cache import TreeCache
 from .generation import Generation, generate
+from .parallel import SequenceParallel, register_sequence_parallel
 from .runner import Runner
 from .training import train_on_shards
 
 __all__ = [
     "Generation",
     "Runner",
+    "SequenceParallel",
     "TreeCache",
     "check_model",
     "generate",
+    "register_sequence_parallel",
     "shard_batch",
     "train_on_shards",
     "tree_attention",
