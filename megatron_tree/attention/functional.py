@@ -88,7 +88,7 @@ def tree_attn_func(
             positions, not on ranks, schedule or backend. lse is computed without dropout.
         dropout_seed: an integer, the same on all ranks, different in every call.
         layout: "zigzag" (Megatron's), "contiguous" (equal lengths), a tuple of every rank's length (contiguous), or a
-            `Dispatched` of one document: any chunks on any rank.
+            `Dispatched`: any chunks on any rank; several documents are those of every row.
         config: `TreeConfig`; default: the file in $MEGATRON_TREE_CONFIG, else the planner chooses.
         return_lse: also return lse [b, h, s/p], fp32, natural log, differentiable; -inf for a query that sees nothing.
         return_max_logit: also return the largest logit of each head, [h], fp32, over the batch and the whole sequence,

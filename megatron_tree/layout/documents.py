@@ -165,6 +165,15 @@ class Dispatched(_Documents):
         """Rows of one rank."""
         return self.num_rows
 
+    def in_chunks(self, size: int) -> Dispatched:
+        """The same rows on the same ranks, but every `size` tokens of a document are a document of their own."""
+        chunks = []
+        for n, padded in zip(self.lengths, self.padded):
+            whole = max(0, n - 1) // size  # padding stays with the last chunk
+            chunks += [(size, size)] * whole + [(n - whole * size, padded - whole * size)]
+        lengths, padded = zip(*chunks) if chunks else ((), ())
+        return Dispatched(lengths, padded, self.shares, self.num_rows)
+
     def runs(self, rank: int, world: int) -> tuple[Run, ...]:
         return self.shares[rank]
 

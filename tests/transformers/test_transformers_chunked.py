@@ -1,7 +1,8 @@
-"""Llama 4's chunked layers over a sharded cache, past several chunks: tokens and logits equal plain Transformers."""
+"""Llama 4's chunked layers, past several chunks: tokens, logits, losses and gradients equal plain Transformers."""
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from support.ranks import run_distributed
 
@@ -9,8 +10,12 @@ pytest.importorskip("transformers")
 
 import megatron_tree.integrations.transformers as tree_hf
 import transformers
+from megatron_tree import tree_attn_func
+from megatron_tree.comm import record
+from megatron_tree.layout import document_positions, documents_over, spread_documents
 from support.hf_models import left_padded
 from support.hf_served import check_served
+from support.hf_training import check_trained_batches
 from transformers import AutoModelForCausalLM
 
 CHUNK = 7
@@ -54,10 +59,52 @@ def test_served():
     run_distributed(_served, 2)
 
 
-@pytest.mark.refuses("`llama4_text` in training", when="it is set up: chunked_attention")
-def test_refused_in_training():
-    with pytest.raises(ValueError, match="chunked_attention layers"):
-        tree_hf.train_on_shards(make())
+def _trained(rank, world):
+    check_trained_batches(make)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.supports("`llama4_text`", with_="training on shards; 2 and 4 ranks; zigzag, packed, padded, recomputed")
+def test_trained(world):
+    run_distributed(_trained, world)
+
+
+@pytest.mark.refuses("`llama4_text` in training", when="it is set up: attention_dropout")
+def test_dropout_is_refused_in_training():
+    model = make()
+    model.config.attention_dropout = 0.1
+    with pytest.raises(ValueError, match="attention_dropout=0.1: in chunked layers"):
+        tree_hf.train_on_shards(model)
+
+
+@pytest.mark.parametrize("lengths", [(64,), (3, 0, 14, 7, 15)])
+def test_chunks_are_documents_on_the_same_ranks(lengths):
+    layout = spread_documents(lengths, 2)
+    chunks = layout.in_chunks(CHUNK)
+    assert chunks.shares == layout.shares and chunks.num_rows == layout.num_rows
+    for rank in range(2):
+        positions, of_chunks = (document_positions(x, rank, 2) for x in (layout, chunks))
+        assert torch.equal(positions % CHUNK, of_chunks)
+
+
+def test_the_ranks_work_in_chunked_layers():
+    for size in (1, 7, 100, 512, 1024, 2048, 4096, 9000):
+        chunks = documents_over((8192,), (8192,), 4).in_chunks(size)
+        work = [sum((2 * s.pos + s.length + 1) * s.length for s in chunks.segments(rank, 4)) for rank in range(4)]
+        assert max(work) <= 1.1 * sum(work) / 4, (size, work)
+
+
+def _traffic(rank, world):
+    """Bytes that this rank sends, forward and backward, for chunks that end where pieces of the sequence do."""
+    q, k, v = (torch.randn(2, 32, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    layout = documents_over((64,), (64,), world).in_chunks(8)
+    with record() as calls:
+        tree_attn_func(q, k, v, cp_group=dist.group.WORLD, causal=True, layout=layout).sum().backward()
+    return sum(call.bytes for call in calls)
+
+
+def test_chunks_inside_a_piece_send_nothing():
+    assert run_distributed(_traffic, 2) == [0, 0]
 
 
 def test_padding_without_a_cache_is_refused():

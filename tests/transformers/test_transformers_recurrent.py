@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from support.ranks import run_distributed
 
@@ -13,11 +12,9 @@ import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree.comm import record
 from support.hf_architectures import HYBRIDS, POOLED, STATE_SPACE, random_model
 from support.hf_models import prompt
+from support.hf_training import check_trained_batches, gradients
 
 FAST = ("qwen3_next", "falcon_h1", "jamba", "zaya", "qwen4_exp_text")  # one of each kind of function, or index
-LENGTHS = (1, 9, 2, 46, 3, 14, 5)  # of packed documents: one is cut, and some are shorter than a convolution
-PADDED = (39, 22)  # tokens of padded rows
-LIMIT = 1e-4  # errors of gradients in fp32, relative to their tensor; states live for 80 tokens
 
 
 def _long_lived(name):
@@ -30,70 +27,8 @@ def _long_lived(name):
     return model
 
 
-def _packed(lengths):
-    """(A batch of packed documents, the documents.)"""
-    ids, positions = prompt(1, sum(lengths), seed=3), torch.cat([torch.arange(n) for n in lengths])[None]
-    labels = ids.masked_fill(positions == 0, -100)
-    return {"input_ids": ids, "labels": labels, "position_ids": positions}, list(ids[0].split(lengths))
-
-
-def _batches():
-    """{name: (the batch, its rows or documents alone)}."""
-    ids = prompt(2, 39)
-    mask = (torch.arange(39) < torch.tensor(PADDED)[:, None]).long()
-    return {
-        "zigzag": ({"input_ids": ids, "labels": ids}, list(ids)),
-        "documents": _packed(LENGTHS),
-        "some ranks have only padding": _packed((6, 4)),
-        "padding": (
-            {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask},
-            [row[:n] for row, n in zip(ids, PADDED)],
-        ),
-    }
-
-
-def _gradients(model):
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def _alone(name, rows):
-    """(loss, gradients) of a batch: the mean over the tokens of rows, run one by one on this rank by Transformers."""
-    model, count = _long_lived(name), sum(len(row) - 1 for row in rows)
-    total = 0.0
-    for row in rows:
-        if len(row) > 1:
-            logits = model(row[None], use_cache=False).logits[0, :-1].float()
-            loss = F.cross_entropy(logits, row[1:], reduction="sum") / count
-            loss.backward()
-            total += float(loss)
-    return total, _gradients(model)
-
-
 def _training(rank, world, name):
-    for what, (batch, rows) in _batches().items():
-        want, of_one = _alone(name, rows)
-        for recompute in (False, True):
-            model = _long_lived(name)
-            if recompute:
-                model.gradient_checkpointing_enable()
-                model.train()  # tiny models have no dropout
-            tree_hf.train_on_shards(model)
-            loss = model(**tree_hf.shard_batch(batch, cp_group=dist.group.WORLD)).loss
-            loss.backward()
-            assert float(loss) == pytest.approx(want, rel=2e-5), (what, recompute)
-            _check_gradients(model, of_one, f"{what}, {recompute}")
-
-
-def _check_gradients(model, want, what):
-    world = dist.get_world_size()
-    largest = max(float(grad.abs().max()) for grad in want.values())
-    for name, parameter in model.named_parameters():
-        if name in want:
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            dist.all_reduce(grad)
-            error = float((grad / world - want[name]).abs().max())
-            limit = LIMIT * (float(want[name].abs().max()) + 0.01 * largest)  # sums that cancel out are of no size
-            assert error <= limit, f"{what}: {name} {error:.1e} > {limit:.1e}"
+    check_trained_batches(lambda: _long_lived(name))
 
 
 def _marks(name):
@@ -134,7 +69,7 @@ def _in_bf16(rank, world, name):
             tree_hf.train_on_shards(model)
         own = tree_hf.shard_batch(batch, cp_group=dist.group.WORLD) if shared else batch | {"use_cache": False}
         model(**own).loss.backward()
-        apart.append(_distance(model, _gradients(wanted), world if shared else 1))
+        apart.append(_distance(model, gradients(wanted), world if shared else 1))
     return apart
 
 

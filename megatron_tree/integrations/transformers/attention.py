@@ -27,7 +27,7 @@ from .batch_shards import SequenceShard, current_shard
 from .cache import TreeCache
 from .indexed import IndexMask, index_on_ranks
 from .latent import latent_heads
-from .llama4 import chunk_size, with_row_temperature
+from .llama4 import chunk_size, has_temperature, with_temperature
 from .pooled import BlockMask, block_mask
 from .runs import Update, current_run, forget_notes, last_update
 from .training import attend_to_shard
@@ -93,9 +93,12 @@ def tree_attention(
     cache = update.cache
     if (chunk := chunk_size(module)) is not None:
         options["attention_chunk_size"] = chunk
-    out = update.forward.attend(
+    forward = update.forward
+    if forward.positions is not None and has_temperature(module):
+        q = with_temperature(module, q, forward.positions, max(forward.append.first))
+    out = forward.attend(
         cache.slot_of[update.layer_idx],
-        with_row_temperature(module, q, update.forward),
+        q,
         latent=latent_heads(module) if cache.latent else None,
         visible=attention_mask,
         config=cache.tree_config,

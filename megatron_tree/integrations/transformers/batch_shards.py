@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import functools
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -11,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...attention.sequences import dispatch_documents, shard_sequence
-from ...comm import group_size, process_group
+from ...comm import group_rank, group_size, process_group
 from ...config import TreeConfig
-from ...layout import Dispatched
+from ...layout import Dispatched, document_positions, documents_over
 from .token_tiles import IGNORED
 
 BATCH_KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
@@ -36,6 +37,21 @@ class SequenceShard:
     """int64 [b, 1] or [1, t / p]: tokens of each row or, if packed, of the document of each of this rank's tokens."""
     used_by: dict = field(default_factory=dict)
     """Windows of the layers that have used this shard, by number; and "loss"."""
+
+    @functools.cached_property
+    def layout(self) -> Dispatched:
+        """Who holds what of every row, or of the packed batch."""
+        if self.documents is not None:
+            return self.documents
+        world = group_size(self.cp_group)
+        whole = (self.num_tokens * world,)
+        return documents_over(whole, whole, world)
+
+    @functools.cached_property
+    def positions(self) -> Tensor:
+        """int64 [s / p]: of each token in its row or document."""
+        group = self.cp_group
+        return document_positions(self.layout, group_rank(group), group_size(group), device=self.row_lengths.device)
 
 
 current_shard: contextvars.ContextVar[SequenceShard | None] = contextvars.ContextVar("tree_shard", default=None)

@@ -1,11 +1,13 @@
-"""Llama 4 over a `TreeCache`: layers whose queries see their own chunk only, and queries that grow with positions."""
+"""Llama 4: layers whose queries see their own chunk only, and queries that grow with positions."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
 
-from ...cache.forward import ForwardPass
+from ...layout import Dispatched
 from .architectures import CHUNKED
 
 
@@ -17,16 +19,22 @@ def chunk_size(module) -> int | None:
     return config.attention_chunk_size if config.layer_types[module.layer_idx] == "chunked_attention" else None
 
 
-def with_row_temperature(module, q: Tensor, forward: ForwardPass) -> Tensor:
-    """q [b, n, h, d] as if the module had known its tokens' positions.
+@functools.lru_cache(maxsize=64)  # all layers ask, and the plans of a layout are found by it
+def layout_in_chunks(layout: Dispatched, size: int) -> Dispatched:
+    """The layout in which a query sees its own chunk of `size` positions only."""
+    return layout.in_chunks(size)
 
-    Without rotary positions Llama 4 multiplies queries by a number that grows with the position. It counts positions
-    from the length of the cache, in each row and on each rank.
-    """
-    if forward.positions is None or not getattr(module, "attn_temperature_tuning", False) or module.use_rope:
-        return q
-    assumed = torch.arange(q.shape[1], device=q.device) + max(forward.append.first)
-    factor = _temperature(module, forward.positions) / _temperature(module, assumed)
+
+def has_temperature(module) -> bool:
+    """Whether this attention module multiplies queries by a number that grows with the position."""
+    return getattr(module, "attn_temperature_tuning", False) and not module.use_rope
+
+
+def with_temperature(module, q: Tensor, positions: Tensor, first: int = 0) -> Tensor:
+    """q [b, n, h, d] as if the module, which counted positions from `first`, had known them: positions [b or 1, n]."""
+    assumed = torch.arange(q.shape[1], device=q.device) + first
+    factor = _temperature(module, positions).double() / _temperature(module, assumed).double()
+    factor = factor.to(torch.promote_types(q.dtype, torch.float32))
     return (q * factor[..., None, None]).to(q.dtype)
 
 

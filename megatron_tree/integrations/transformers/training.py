@@ -28,6 +28,7 @@ from .architectures import CHUNKED, attention_windows
 from .batch_shards import SequenceShard, current_shard
 from .cache import TreeCache
 from .indexed import index_on_ranks
+from .llama4 import chunk_size, has_temperature, layout_in_chunks, with_temperature
 from .loss import check_loss, loss_over_all_ranks
 from .recurrent_training import find_mixers, run_on_shards
 from .rope import follow_whole_rows, row_lengths
@@ -55,6 +56,10 @@ def attend_to_shard(
         options |= {"dropout_p": dropout, "dropout_seed": int.from_bytes(digest, "big") >> 1}  # below 2**63
     window = options.get("window_size", (-1, -1))[0]
     shard.used_by[module.layer_idx] = None if window == -1 else window + 1
+    if has_temperature(module):
+        q = with_temperature(module, q, shard.positions)
+    if (chunk := chunk_size(module)) is not None:
+        return tree_attn_func(q, k, v, causal=True, layout=layout_in_chunks(shard.layout, chunk), **options)
     if shard.documents is None:
         return tree_attn_func(q, k, v, causal=True, layout="zigzag", **options)
     if (selected := options.pop("selected", None)) is not None:
@@ -85,8 +90,11 @@ def train_on_shards(
         )
     windows, mixers = attention_windows(model.config), find_mixers(model)
     text = model.config.get_text_config(decoder=True)
-    if text.model_type in CHUNKED:
-        raise ValueError(f"{type(model).__name__} has chunked_attention layers: it can't be trained on shards")
+    if text.model_type in CHUNKED and text.attention_dropout:
+        raise ValueError(
+            f"attention_dropout={text.attention_dropout}: in chunked layers, rows of a batch would share masks; set it "
+            "to 0"
+        )
     check_loss(model, getattr(model, "loss_on_shards", ForCausalLMLoss))
     if getattr(text, "layerdrop", 0.0):
         raise ValueError(f"layerdrop={text.layerdrop}: ranks would leave out different layers; set it to 0")

@@ -1,0 +1,81 @@
+"""Training on shards, for every kind of batch: losses and gradients are those of one rank's plain model."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron_tree.integrations import transformers as tree_hf
+from support.hf_models import prompt
+
+LENGTHS = (1, 9, 2, 46, 3, 14, 5)  # of packed documents: one is cut, and some are shorter than a convolution
+PADDED = (39, 22)  # tokens of padded rows
+LIMIT = 1e-4  # errors of gradients in fp32, relative to their tensor; states live for 80 tokens
+
+
+def _packed(lengths):
+    """(A batch of packed documents, the documents.)"""
+    ids, positions = prompt(1, sum(lengths), seed=3), torch.cat([torch.arange(n) for n in lengths])[None]
+    labels = ids.masked_fill(positions == 0, -100)
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}, list(ids[0].split(lengths))
+
+
+def _batches():
+    """{name: (the batch, its rows or documents alone)}."""
+    ids = prompt(2, 39)
+    mask = (torch.arange(39) < torch.tensor(PADDED)[:, None]).long()
+    return {
+        "zigzag": ({"input_ids": ids, "labels": ids}, list(ids)),
+        "documents": _packed(LENGTHS),
+        "some ranks have only padding": _packed((6, 4)),
+        "padding": (
+            {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask},
+            [row[:n] for row, n in zip(ids, PADDED)],
+        ),
+    }
+
+
+def gradients(model):
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _alone(make, rows):
+    """(loss, gradients) of a batch: the mean over the tokens of rows, run one by one on this rank by Transformers."""
+    model, count = make(), sum(len(row) - 1 for row in rows)
+    total = 0.0
+    for row in rows:
+        if len(row) > 1:
+            logits = model(row[None], use_cache=False).logits[0, :-1].float()
+            loss = F.cross_entropy(logits, row[1:], reduction="sum") / count
+            loss.backward()
+            total += float(loss)
+    return total, gradients(model)
+
+
+def check_trained_batches(make):
+    """On this rank of the default group: batches of all kinds, with and without gradient checkpointing. make() -> the
+    model, the same each time."""
+    for what, (batch, rows) in _batches().items():
+        want, of_one = _alone(make, rows)
+        for recompute in (False, True):
+            model = make()
+            if recompute:
+                model.gradient_checkpointing_enable()
+                model.train()  # tiny models have no dropout
+            tree_hf.train_on_shards(model)
+            loss = model(**tree_hf.shard_batch(batch, cp_group=dist.group.WORLD)).loss
+            loss.backward()
+            assert float(loss) == pytest.approx(want, rel=2e-5), (what, recompute)
+            _check_gradients(model, of_one, f"{what}, {recompute}")
+
+
+def _check_gradients(model, want, what):
+    world = dist.get_world_size()
+    largest = max(float(grad.abs().max()) for grad in want.values())
+    for name, parameter in model.named_parameters():
+        if name in want:
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(grad)
+            error = float((grad / world - want[name]).abs().max())
+            limit = LIMIT * (float(want[name].abs().max()) + 0.01 * largest)  # sums that cancel out are of no size
+            assert error <= limit, f"{what}: {name} {error:.1e} > {limit:.1e}"
