@@ -61,8 +61,8 @@ def main(argv: list[str]) -> int:
     """Train and evaluate, on this rank; collective over all ranks."""
     import torch
 
-    from megatron_tree.integrations.deepspeed.trainer import Trainer  # instead of: from transformers import Trainer
     from megatron_tree.integrations.transformers import models
+    from megatron_tree.integrations.transformers.trainer import Trainer  # instead of: from transformers import Trainer
     from megatron_tree.launching import quiet
     from transformers import HfArgumentParser, TrainingArguments
 

@@ -14,13 +14,17 @@ The mpu hides the sequence ranks from DeepSpeed, whose ZeRO stages divide by dif
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
 from deepspeed.utils import groups, set_z3_leaf_module
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+import deepspeed
 
 from ...comm import group_rank, group_size
 from ...config import TreeConfig
@@ -99,6 +103,24 @@ class SequenceParallelMpu(SequenceParallel):
 
     def get_model_parallel_rank(self) -> int:
         return 0
+
+
+@contextlib.contextmanager
+def initialized_with(parallel: SequenceParallelMpu) -> Iterator[None]:
+    """While Accelerate calls `deepspeed.initialize`, it gets the mpu, and batch sizes by data-parallel ranks."""
+    initialize = deepspeed.initialize
+
+    def with_mpu(**options):
+        config = options["config_params"]
+        whole = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
+        config["train_batch_size"] = whole * parallel.dp_size
+        return initialize(**options, mpu=parallel)
+
+    deepspeed.initialize = with_mpu
+    try:
+        yield
+    finally:
+        deepspeed.initialize = initialize
 
 
 def save_checkpoint(engine, folder: str, step: int, *, kept: int = 2) -> None:

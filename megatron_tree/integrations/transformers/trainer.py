@@ -1,32 +1,36 @@
-"""Transformers' `Trainer` with DeepSpeed, the sequence sharded by tree attention.
+"""Transformers' `Trainer`, the sequence sharded by tree attention: with DDP, FSDP2 and DeepSpeed.
 
-    from megatron_tree.integrations.deepspeed.trainer import Trainer    # instead of transformers' own
+    from megatron_tree.integrations.transformers.trainer import Trainer    # instead of transformers' own
 
-    args = TrainingArguments(deepspeed="zero3.json", ...)
+    args = TrainingArguments(...)                               # DDP; or fsdp=True, or deepspeed="zero3.json"
     Trainer(model=model, args=args, train_dataset=data, sp_size=4).train()
 
-`sp_size` may also come from `TrainingArguments(parallelism_config=ParallelismConfig(sp_size=4))`, which Accelerate
-would answer with DeepSpeed's Ulysses. Batches, steps and the loss are those of a run on ranks / sp_size data-parallel
-ranks. A trainer of your own takes it as its first base class: `class Mine(SequenceParallelMixin, Theirs)`. What goes
-backward must come from the mixin's loss alone; a trainer with another loss is refused.
+`sp_size` may also come from `TrainingArguments(parallelism_config=ParallelismConfig(sp_size=4))`, or cp_size=4, which
+Accelerate would answer with DeepSpeed's Ulysses or a context parallelism without masks. Batches, steps and the loss are
+those of a run on ranks / sp_size data-parallel ranks. A trainer of your own takes it as its first base class: `class
+Mine(SequenceParallelMixin, Theirs)`. What goes backward must come from the mixin's loss alone; a trainer with another
+loss is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import os
 
 import torch
-from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 
-import deepspeed
 import transformers
 
 from ...config import TreeConfig
-from .inference import skip_shared_memory_op
-from .training import register_sequence_parallel
+from .accelerated import prepare_data_loader, read_parallelism
+from .parallel import register_sequence_parallel
 
-skip_shared_memory_op()  # before TrainingArguments start DeepSpeed's communication
+if os.environ.get("DS_ACCELERATOR") == "cpu":  # before TrainingArguments start DeepSpeed's communication
+    from ..deepspeed.inference import skip_shared_memory_op
+
+    skip_shared_memory_op()
 
 
 class SequenceParallelMixin:
@@ -39,8 +43,8 @@ class SequenceParallelMixin:
         others: the trainer's own; of a PeftModel the base model is registered. Batches may hold what
             `SequenceParallel.shard_batch` takes.
     Attributes: sequence_parallel: the `SequenceParallel`.
-    Raises: ValueError before anything is sent, as `register_sequence_parallel`, without DeepSpeed, and for what needs
-        whole logits: compute_metrics, label smoothing, another loss. In the first step for a compute_loss that adds
+    Raises: ValueError before anything is sent, as `register_sequence_parallel`, for FSDP1, and for what needs whole
+        logits: compute_metrics, label smoothing, another loss. In the first step for a compute_loss that adds
         something to the mixin's loss, or replaces it.
     """
 
@@ -57,14 +61,19 @@ class SequenceParallelMixin:
         model, args = given.get("model"), given.get("args")
         _check_loss(type(self), args)
         _check_arguments(given)
-        parallelism, args.parallelism_config = args.parallelism_config, None  # or Accelerate prepares for Ulysses
-        if sp_size is None and parallelism is not None:
-            sp_size = parallelism.sp_size
         _ = args.device  # starts the process group
+        of_config, args.parallelism_config = read_parallelism(args.parallelism_config, fsdp=args.fsdp)
         base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT, with the adapters
-        self.sequence_parallel = register_sequence_parallel(
-            base, sp_size=sp_size, tree_config=tree_config, loss_tile=loss_tile, mlp_tile=mlp_tile
-        )
+        register = register_sequence_parallel
+        self._initialized = contextlib.nullcontext
+        if args.deepspeed_plugin is not None:
+            from ..deepspeed import training as with_deepspeed
+
+            register = with_deepspeed.register_sequence_parallel
+            self._initialized = lambda: with_deepspeed.initialized_with(self.sequence_parallel)
+        sp_size = of_config if sp_size is None else sp_size
+        tiles = {"loss_tile": loss_tile, "mlp_tile": mlp_tile}
+        self.sequence_parallel = register(base, sp_size=sp_size, tree_config=tree_config, **tiles)
         self._seed = (0, 0)  # the step, and batches in it
         self._made = []  # the graph nodes of the losses that have not gone backward
         super().__init__(*values, **options)
@@ -72,16 +81,18 @@ class SequenceParallelMixin:
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
+        if self.args.fsdp and not self.accelerator.is_fsdp2:
+            raise ValueError(
+                f"fsdp_config={self.args.fsdp_config}: Accelerate uses {self.accelerator.distributed_type} here, not "
+                "FSDP2: set version=2 or, on the CPU, leave fsdp out"
+            )
         prepare = self.accelerator.prepare
 
         def prepare_for_shards(*objects, **options):
             if len(objects) == 1 and isinstance(objects[0], DataLoader):
-                return self._prepare_loader(objects[0])
-            deepspeed.initialize = self._initialize  # Accelerate calls it by this name, without an mpu
-            try:
+                return prepare_data_loader(objects[0], self.accelerator, self.sequence_parallel)
+            with self._initialized():
                 return prepare(*objects, **options)
-            finally:
-                deepspeed.initialize = _INITIALIZE
 
         self.accelerator.prepare = prepare_for_shards
         backward = self.accelerator.backward
@@ -97,33 +108,6 @@ class SequenceParallelMixin:
             return backward(loss, **options)
 
         self.accelerator.backward = backward_of_shards
-
-    def _prepare_loader(self, loader: DataLoader):
-        """As `Accelerator.prepare_data_loader`, but the ranks of a sequence group get the same batches."""
-        accelerator, parallel = self.accelerator, self.sequence_parallel
-        prepared = prepare_data_loader(
-            loader,
-            accelerator.device,
-            num_processes=parallel.dp_size,
-            process_index=parallel.dp_rank,
-            split_batches=accelerator.split_batches,
-            put_on_device=accelerator.device_placement,
-            rng_types=list(accelerator.rng_types),
-            dispatch_batches=False,
-            even_batches=accelerator.even_batches,
-            use_seedable_sampler=accelerator.use_seedable_sampler,
-            data_seed=accelerator.dataloader_config.data_seed,
-            non_blocking=accelerator.non_blocking,
-        )
-        accelerator._dataloaders.append(prepared)
-        return prepared
-
-    def _initialize(self, **options):
-        """`deepspeed.initialize` with the mpu, and batch sizes by data-parallel ranks."""
-        config = options["config_params"]
-        whole = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
-        config["train_batch_size"] = whole * self.sequence_parallel.dp_size
-        return _INITIALIZE(**options, mpu=self.sequence_parallel)
 
     def get_total_train_batch_size(self, args) -> int:
         """Sequences of a step."""
@@ -163,7 +147,6 @@ class SequenceParallelMixin:
 
 
 WHOLE_LOGITS = ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func", "model_init")
-_INITIALIZE = deepspeed.initialize
 OTHER_LOSS = "To train on another loss, use whole sequences, or a loop of your own with register_sequence_parallel"
 SFT = "trl.trainer.sft_trainer.SFTTrainer"  # its compute_loss adds metrics to the mixin's loss, unless loss_type is set
 
@@ -186,8 +169,6 @@ def _check_arguments(given: dict) -> None:
     args = given.get("args")
     if given.get("model") is None or args is None:
         raise ValueError("model and args are needed: model_init and default arguments don't work on shards")
-    if not args.deepspeed:
-        raise ValueError("TrainingArguments(deepspeed=...) is needed: DeepSpeed sums the ranks' gradients")
     options = {name: given.get(name) for name in WHOLE_LOGITS}
     for name, value in (options | {"label_smoothing_factor": args.label_smoothing_factor}).items():
         if value:
