@@ -8,14 +8,15 @@ Importing it registers ``attn_implementation="tree"``:
     cache = tree_hf.TreeCache(model.config, cp_group=group)
     model(input_ids=tokens, past_key_values=cache)                # every rank runs the tokens, attends to its shard
 
-`Runner` runs rows of such a cache, `generate` generates; `register_sequence_parallel` trains on sharded sequences, by
-`train_on_shards` and `shard_batch`.
+`Runner` runs rows of such a cache, `generate` generates. `register_sequence_parallel` trains on sharded sequences, by
+`train_on_shards` and `shard_batch`; `token_log_probs` and `gather_tokens` are for other losses than the mean cross entropy.
 """
 
 from .attention import check_model, tree_attention
 from .batch_shards import shard_batch
 from .cache import TreeCache
 from .generation import Generation, generate
+from .log_probs import gather_tokens, log_probs_of_hidden, token_log_probs
 from .parallel import SequenceParallel, register_sequence_parallel
 from .runner import Runner
 from .training import train_on_shards
@@ -26,9 +27,12 @@ __all__ = [
     "SequenceParallel",
     "TreeCache",
     "check_model",
+    "gather_tokens",
     "generate",
+    "log_probs_of_hidden",
     "register_sequence_parallel",
     "shard_batch",
+    "token_log_probs",
     "train_on_shards",
     "tree_attention",
 ]

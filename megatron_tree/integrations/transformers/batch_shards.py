@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -33,8 +34,12 @@ class SequenceShard:
     documents: Dispatched | None
     """Who holds what of a packed batch; None: one sequence per row, zigzag."""
     dropout_seed: str | None
+    whole_shape: tuple[int, int]
+    """[b, s] of the batch."""
     row_lengths: Tensor
     """int64 [b, 1] or [1, t / p]: tokens of each row or, if packed, of the document of each of this rank's tokens."""
+    token_values: Callable[[Tensor, Tensor], Tensor] | None = None
+    """What the loss function makes of logits and labels instead of the mean (log_probs.py)."""
     used_by: dict = field(default_factory=dict)
     """Windows of the layers that have used this shard, by number; and "loss"."""
 
@@ -104,6 +109,7 @@ def shard_batch(
         config=tree_config,
         num_tokens=len(rows),
         documents=documents,
+        whole_shape=tuple(ids.shape),
         dropout_seed=dropout_seed,
         row_lengths=share(ends) if packed else ends[:, :1],
     )

@@ -57,6 +57,7 @@ def loss_over_all_ranks(
     plain_loss=None,
     sequence_shard=None,
     num_items_in_batch=None,
+    label_smoothing: float = 0.0,
     **kwargs,
 ) -> Tensor:
     """The cross entropy's mean over the tokens of all ranks that have a label. Collective over shard.loss_group.
@@ -65,16 +66,24 @@ def loss_over_all_ranks(
     Returns fp32, the same on every rank.
     num_items_in_batch: what to divide by instead, if one step has several batches: tokens of all of them with a label.
     plain_loss: the model's own loss, for evaluation of batches that are not from `shard_batch`.
+    label_smoothing: the weight of the uniform distribution in the targets.
+    If the shard asks for values of its tokens (log_probs.py) these are returned, and nothing is sent.
     """
     if sequence_shard is None:
         options = {"vocab_size": vocab_size, "num_items_in_batch": num_items_in_batch}
         return plain_loss(logits, labels, **options, **kwargs)
     sequence_shard.used_by["loss"] = None
+    if sequence_shard.token_values is not None:
+        return sequence_shard.token_values(logits, labels)
     labels = labels.flatten()
-    if isinstance(logits, DeferredLogits):
-        total = logits.losses(labels).sum()
-    else:
-        total = F.cross_entropy(logits.float().flatten(0, -2), labels, ignore_index=IGNORED, reduction="sum")
+
+    def losses(logits: Tensor, labels: Tensor) -> Tensor:
+        options = {"ignore_index": IGNORED, "label_smoothing": label_smoothing}
+        return F.cross_entropy(logits.float(), labels, reduction="none", **options)
+
+    deferred = isinstance(logits, DeferredLogits)
+    each = logits.of_tokens(losses, labels) if deferred else losses(logits.flatten(0, -2), labels)
+    total = each.sum()
     limit = (sequence_shard.config or default_config()).timeout_s
     count = (labels != IGNORED).sum()
     return _MeanOverRanks.apply(total, count, num_items_in_batch, sequence_shard.loss_group, limit)[0]

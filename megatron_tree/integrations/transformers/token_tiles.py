@@ -15,7 +15,6 @@ import inspect
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -107,9 +106,10 @@ class DeferredLogits:
         self.head, self.hidden, self.tile, self.asked, self.steps = head, hidden, tile, asked, steps
         self.device = hidden.device
 
-    def losses(self, labels: Tensor) -> Tensor:
-        """fp32 [n]: the cross entropy of every token; labels int64 [n]. Collective with ZeRO 3."""
-        return self.head(self.hidden.flatten(0, -2), deferred=self, labels=labels)
+    def of_tokens(self, function: Callable, labels: Tensor) -> Tensor:
+        """function(logits [n, vocab], labels [n]) -> [n, ...] of all tokens, tile by tile; labels int64 [n]. Collective
+        with ZeRO 3."""
+        return self.head(self.hidden.flatten(0, -2), deferred=self, function=function, labels=labels)
 
     def float(self) -> DeferredLogits:
         return self._then(torch.Tensor.float)
@@ -161,16 +161,17 @@ for _name in ("__add__", "__radd__", "__sub__", "__mul__", "__rmul__", "__truedi
     setattr(DeferredLogits, _name, _operator(_name))
 
 
-def _head_forward(head: nn.Linear, plain: Callable, hidden: Tensor, deferred=None, labels=None) -> Tensor:
-    """The forward of a head: logits [..., vocab], or losses [n] of hidden [n, d] and labels [n]."""
+def _head_forward(
+    head: nn.Linear, plain: Callable, hidden: Tensor, deferred=None, function=None, labels=None
+) -> Tensor:
+    """The forward of a head: logits [..., vocab], or function(logits, labels [n]) [n, ...] of hidden [n, d]."""
     if deferred is None:
         return plain(hidden)
 
-    def losses(rows: Tensor, labels: Tensor) -> Tensor:
-        logits = deferred.apply_steps(plain(rows))
-        return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none")
+    def of_tile(rows: Tensor, labels: Tensor) -> Tensor:
+        return function(deferred.apply_steps(plain(rows)), labels)
 
-    return rows_in_tiles(losses, (hidden, labels), list(head.parameters()), deferred.tile)
+    return rows_in_tiles(of_tile, (hidden, labels), list(head.parameters()), deferred.tile)
 
 
 class TiledLoss:
@@ -178,19 +179,25 @@ class TiledLoss:
 
     def __init__(self, model, name: str, head: nn.Linear, tile: int | None):
         self.model, self.name, self.head = model, name, head
-        self.asked, self.tile = tile is not None, tile or max(1, ELEMENTS // head.out_features)
+        self.asked, self.tile = tile is not None, tile or default_tile(head.out_features)
         # bound before DeepSpeed adds hooks, which stay around the module's call
         head.forward = functools.partial(_head_forward, head, head.forward)
 
-    def begin(self, num_tokens: int) -> None:
-        """Of a forward that ends in a loss."""
-        if num_tokens > self.tile:
+    def begin(self, num_tokens: int, tile: int | None = None) -> None:
+        """Of a forward that ends in a loss. tile: another one than the model's."""
+        asked, tile = tile is not None or self.asked, tile or self.tile
+        if num_tokens > tile:
             # looked up before the module of this name, whose call would gather its weights with ZeRO 3
-            vars(self.model)[self.name] = lambda hidden: DeferredLogits(self.head, hidden, self.tile, self.asked)
+            vars(self.model)[self.name] = lambda hidden: DeferredLogits(self.head, hidden, tile, asked)
 
     def end(self) -> None:
         """Also after an error."""
         vars(self.model).pop(self.name, None)
+
+
+def default_tile(vocab_size: int) -> int:
+    """Tokens whose fp32 logits are 256 MiB."""
+    return max(1, ELEMENTS // vocab_size)
 
 
 def tile_loss(model, tile: int | None) -> TiledLoss | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import hashlib
 
+import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
@@ -124,18 +125,19 @@ def train_on_shards(
 
 
 def _check_call(model, args, kwargs) -> None:
-    plain = kwargs.get("sequence_shard") is None and not isinstance(kwargs.get("past_key_values"), TreeCache)
-    if plain and model.training:
+    shard = kwargs.get("sequence_shard")
+    plain = shard is None and not isinstance(kwargs.get("past_key_values"), TreeCache)
+    if plain and model.training and torch.is_grad_enabled():
         raise ValueError(
             f"this {type(model).__name__} trains on shards: call it with the result of shard_batch, or with "
             "past_key_values=TreeCache(model.config, ...); model.eval() takes other batches, too"
         )
-    if kwargs.get("sequence_shard") is not None:
+    if shard is not None:
         check_loss(model, model.loss_on_shards, kwargs.get("output_router_logits"))
-        current_shard.set(kwargs["sequence_shard"])
-        row_lengths.set(kwargs["sequence_shard"].row_lengths)
+        current_shard.set(shard)
+        row_lengths.set(shard.row_lengths)
         if model.tiled_loss is not None and kwargs.get("labels") is not None:
-            model.tiled_loss.begin(kwargs["labels"].numel())
+            model.tiled_loss.begin(kwargs["labels"].numel(), getattr(shard.token_values, "tile", None))
 
 
 def _end_call(model, args, output):
