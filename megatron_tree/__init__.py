@@ -5,10 +5,10 @@ from .attention.decode_select import tree_select
 from .attention.functional import tree_attn_func, tree_attn_varlen_func
 from .attention.prefill import tree_prefill
 from .attention.selection import tree_select_func
-from .attention.sequences import dispatch_documents, shard_sequence, unshard_sequence
+from .attention.sequences import dispatch_documents, dispatch_prefix_tree, shard_sequence, unshard_sequence
 from .config import AttnSlice, TreeConfig
 from .errors import CommError, TreeError
-from .layout import document_positions, packed_layout, shard_positions
+from .layout import PrefixTree, document_positions, packed_layout, prefix_tree, shard_positions
 from .recurrence.halo import tree_convolution, tree_halo
 from .recurrence.layer import Decay, tree_recurrence
 from .recurrence.scan import tree_scan
@@ -27,12 +27,15 @@ __all__ = [
     "AttnSlice",
     "CommError",
     "Decay",
+    "PrefixTree",
     "TreeConfig",
     "TreeError",
     "dispatch_documents",
+    "dispatch_prefix_tree",
     "document_positions",
     "init_inference",
     "packed_layout",
+    "prefix_tree",
     "shard_positions",
     "shard_sequence",
     "tree_attn_func",

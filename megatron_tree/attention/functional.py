@@ -244,7 +244,7 @@ def _attend(
         not isinstance(layout, (str, tuple)) and comm.resolve_transport(group, q.device, config.transport) == "direct"
     )
     call.agree(
-        of_batch=rows if packed else None,
+        of_batch=rows | {"ranges": spec.ranges} if packed else None,
         changing={f"dropout_{name}": value for name, value in spec.dropout._asdict().items()} if spec.dropout else None,
         batch=q.shape[0],
         **({"documents": type(layout).__name__} if packed else rows),
@@ -253,7 +253,7 @@ def _attend(
         head_dim=q.shape[3],
         head_dim_v=v.shape[3],
         dtype=q.dtype,
-        spec=dataclasses.replace(spec, dropout=None),
+        spec=dataclasses.replace(spec, dropout=None, ranges=None if packed else spec.ranges),
         sinks=sinks is not None,
         selected=None if args.selected is None else args.selected.shape[2],
         return_lse=return_lse,

@@ -12,11 +12,13 @@ from ..config import TreeConfig, integer
 from ..layout import (
     Dispatched,
     Layout,
+    PrefixTree,
     check_layout,
     document_bounds,
     shard_lengths,
     shard_positions,
     spread_documents,
+    spread_tree,
 )
 
 _DEFAULT = TreeConfig()
@@ -38,12 +40,32 @@ def dispatch_documents(cu_seqlens, cp_group, *, multiple_of: int = 1) -> Dispatc
             size). Rows that hold no token come last.
     Raises: ``ValueError`` for boundaries that don't start at 0 or decrease.
     """
+    bounds = document_bounds("cu_seqlens", cu_seqlens)
+    lengths = tuple(b - a for a, b in itertools.pairwise(bounds))
+    return spread_documents(lengths, _num_ranks(cp_group), multiple_of=_rows(multiple_of))
+
+
+@comm.outside_graphs
+def dispatch_prefix_tree(tree: PrefixTree, cp_group, *, multiple_of: int = 1) -> Dispatched:
+    """A layout of a tree's packed row for `tree_attn_func`, beside `ranges=tree.ranges()`. No communication.
+
+    Its runs between the places where rows part are spread as documents are (`dispatch_documents`), by what their tokens
+    see; those that several rows share over more ranks, since many need their keys.
+
+    Args: as of `dispatch_documents`. Raises: ``ValueError`` for a bad multiple_of.
+    """
+    return spread_tree(tree.runs(), _num_ranks(cp_group), multiple_of=_rows(multiple_of))
+
+
+def _num_ranks(cp_group) -> int:
+    return comm.group_size(comm.process_group(cp_group))
+
+
+def _rows(multiple_of: object) -> int:
     rows = integer(multiple_of)
     if rows is None or rows < 1:
         raise ValueError(f"multiple_of={multiple_of!r} must be a positive integer")
-    bounds = document_bounds("cu_seqlens", cu_seqlens)
-    lengths = tuple(b - a for a, b in itertools.pairwise(bounds))
-    return spread_documents(lengths, comm.group_size(comm.process_group(cp_group)), multiple_of=rows)
+    return rows
 
 
 @comm.outside_graphs

@@ -1,7 +1,8 @@
 """Which rank holds which tokens: layouts, positions, and the segments that kernels work on."""
 
-from .dispatch import spread_documents
+from .dispatch import TreeRun, spread_documents, spread_tree
 from .documents import Dispatched, Packed, document_bounds, packed_layout
+from .prefix_trees import PrefixTree, prefix_tree
 from .segments import Segment, by_document, in_chunks, join, positions_of, sequences_of, visible_rows
 from .shards import (
     LAYOUTS,
@@ -21,8 +22,10 @@ __all__ = [
     "Dispatched",
     "Layout",
     "Packed",
+    "PrefixTree",
     "Segment",
     "Sharding",
+    "TreeRun",
     "by_document",
     "check_layout",
     "document_bounds",
@@ -33,10 +36,12 @@ __all__ = [
     "join",
     "packed_layout",
     "positions_of",
+    "prefix_tree",
     "sequences_of",
     "shard_lengths",
     "shard_positions",
     "shard_segments",
     "spread_documents",
+    "spread_tree",
     "visible_rows",
 ]

@@ -5,12 +5,24 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .documents import Dispatched, Run
 from .segments import Segment, join
 
 EVEN = 1.05  # work of the busiest rank, per mean, that is good enough
 FINEST = 64  # parts of a rank's mean work: documents with less are not spread any more
+OFTENER = 16  # shared runs are spread if they have so much less work: their keys go to many ranks anyway
+
+
+class TreeRun(NamedTuple):
+    """Tokens that follow each other in a tree of prefixes, and that the same rows have; a document is such a run."""
+
+    length: int
+    depth: int = 0
+    """Tokens before it, which its tokens see as well."""
+    is_shared: bool = False
+    """Whether others follow it in the tree."""
 
 
 def spread_documents(lengths: tuple[int, ...], world: int, *, multiple_of: int = 1) -> Dispatched:
@@ -22,19 +34,30 @@ def spread_documents(lengths: tuple[int, ...], world: int, *, multiple_of: int =
 
     multiple_of: of a rank's number of rows, for instance the tensor-parallel size with sequence parallelism.
     """
+    return Dispatched(lengths, lengths, *_spread(list(map(TreeRun, lengths)), world, multiple_of))
+
+
+def spread_tree(runs: list[TreeRun], world: int, *, multiple_of: int = 1) -> Dispatched:
+    """The runs of a tree, one after another, over `world` ranks, as documents are: one packed sequence."""
+    total = (sum(run.length for run in runs),)
+    return Dispatched(total, total, *_spread(runs, world, multiple_of))
+
+
+def _spread(documents: list[TreeRun], world: int, multiple_of: int) -> tuple[tuple[tuple[Run, ...], ...], int]:
+    """(every rank's runs of rows, rows of a rank)."""
+    lengths = [document.length for document in documents]
     rows = -(-sum(lengths) // (world * multiple_of)) * multiple_of
-    mean, parts, best = sum(map(_work, lengths)) / world, 1, None
+    mean, parts, best = sum(_work(x.depth, x.length) for x in documents) / world, 1, None
     while parts <= FINEST:
-        shares = _assigned(lengths, world, rows, mean, mean / parts)
+        shares = _assigned(documents, world, rows, mean, mean / parts)
         most = max(share.work for share in shares)
         if best is None or most < best[0]:
             best = most, shares
         if best[0] <= EVEN * mean:
             break
         parts *= 2
-    starts = list(itertools.accumulate(lengths, initial=0))
-    runs = tuple(share.runs(starts) for share in best[1])
-    return Dispatched(lengths, lengths, runs, rows)
+    starts = [start - x.depth for start, x in zip(itertools.accumulate(lengths, initial=0), documents)]
+    return tuple(share.runs(starts) for share in best[1]), rows
 
 
 @dataclass
@@ -48,47 +71,48 @@ class _Share:
     def add(self, document: int, pos: int, tokens: int) -> None:
         if tokens:
             self.pieces.append((document, pos, tokens))
-            self.work += _work(pos + tokens) - _work(pos)
+            self.work += _work(pos, tokens)
             self.tokens += tokens
 
     def remove(self, piece: tuple[int, int, int]) -> None:
         self.pieces.remove(piece)
         _, pos, tokens = piece
-        self.work -= _work(pos + tokens) - _work(pos)
+        self.work -= _work(pos, tokens)
         self.tokens -= tokens
 
     def runs(self, starts: list[int]) -> tuple[Run, ...]:
-        """In the order of the packed sequence; what lies side by side is one run. starts: of the documents there."""
+        """In the order of the packed sequence; what lies side by side is one run. starts: where position 0 of the
+        documents would be there."""
         rows = sorted((starts[document] + pos, tokens) for document, pos, tokens in self.pieces)
         return tuple((s.pos, s.length) for s in join(Segment(first, first, count) for first, count in rows))
 
 
-def _work(tokens: int) -> float:
-    """(query, key) pairs of the first tokens of a document under a causal mask."""
-    return tokens * (tokens + 1) / 2
+def _work(pos: int, tokens: int) -> float:
+    """(query, key) pairs of so many tokens from position pos on under a causal mask."""
+    return tokens * (2 * pos + tokens + 1) / 2
 
 
-def _assigned(lengths: tuple[int, ...], world: int, rows: int, mean: float, limit: float) -> list[_Share]:
-    """The longest documents first, each to the ranks with the least work and the fewest tokens; those with more work
-    than `limit` to several."""
+def _assigned(documents: list[TreeRun], world: int, rows: int, mean: float, limit: float) -> list[_Share]:
+    """Shared runs first, and the longest documents, each to the ranks with the least work and the fewest tokens; those
+    with more work than `limit` to several."""
     shares = [_Share() for _ in range(world)]
 
     def load(share: _Share) -> tuple[float, int]:
         return max(share.work / mean, share.tokens / rows), share.tokens
 
-    for document in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        n = lengths[document]
+    for document in sorted(range(len(documents)), key=lambda i: (not documents[i].is_shared, -documents[i].length, i)):
+        n, depth, is_shared = documents[document]
         if not n:
             break
-        ranks = min(world, n, math.ceil(_work(n) / limit))
+        ranks = min(world, n, math.ceil(_work(depth, n) / limit * (OFTENER if is_shared else 1)))
         chosen = sorted(shares, key=load)[:ranks]
         if ranks == 1:
-            chosen[0].add(document, 0, n)
+            chosen[0].add(document, depth, n)
             continue
         bounds = [i * n // (2 * ranks) for i in range(2 * ranks + 1)]
         for i, share in enumerate(chosen):
             for chunk in (i, 2 * ranks - 1 - i):
-                share.add(document, bounds[chunk], bounds[chunk + 1] - bounds[chunk])
+                share.add(document, depth + bounds[chunk], bounds[chunk + 1] - bounds[chunk])
     _level(shares, rows)
     return shares
 
