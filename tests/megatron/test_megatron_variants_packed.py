@@ -32,6 +32,7 @@ class Packed(Case):
 
     documents: tuple = (13, 0, 27, 5, 3)
     padded_for: int = 4
+    over_all: bool = False  # dispatched over all ranks of data and context parallelism
 
     @property
     def rows(self):
@@ -117,15 +118,16 @@ def dispatched(case, build=build_model):
 
     from megatron_tree.integrations import megatron as tree
 
-    group = parallel_state.get_context_parallel_group()
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True) if case.over_all else None
     batch, begins = one_row(case)
-    share, packed = tree.dispatch_batch(batch, begins, multiple_of=case.padded_for)
+    share, packed = tree.dispatch_batch(batch, begins, cp_group=group, multiple_of=case.padded_for)
+    group = group or parallel_state.get_context_parallel_group()
     model = tree.use_dispatched_documents(build(case))
     tokens, mask = share["tokens"], share["loss_mask"]
     losses = model(tokens, share["position_ids"], None, labels=share["labels"], packed_seq_params=packed)
     (losses * mask).sum().backward()
-    rows = shard_positions(case.cp * tokens.shape[1], group.rank(), case.cp, packed.layout)
-    return _all_losses(losses, rows, int(begins[-1]), group), gradients_over_cp(model)
+    rows = shard_positions(group.size() * tokens.shape[1], group.rank(), group.size(), packed.layout)
+    return _all_losses(losses, rows, int(begins[-1]), group), gradients_over_cp(model, group)
 
 
 def inter_document(case, build=build_model):
@@ -249,3 +251,21 @@ def test_recurrent_layers(pattern):
     cases = {packed: dict(padded_for=2), dispatched: dict(padded_for=3), inter_document: plugin}
     for run, kind in cases.items():
         check(2, [Packed(cp=2, **kind, **ONE)], run=functools.partial(_hybrid, run=run, pattern=pattern), **reference)
+
+
+DYNAMIC = functools.partial(Packed, tree=True, padded_for=1, over_all=True, documents=(1, 70, 2, 9, 0, 3, 16, 5), **ONE)
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.supports("packed sequences (thd)", with_="dispatched over data x context ranks, 4 x 1 and 2 x 2; MLA")
+def test_documents_over_data_and_context_ranks(cp):
+    kinds = [{}, {"extra": WINDOW}, {"mla": True}, {"mla": True, "extra": RECOMPUTED}, {"cp_comm_type": "a2a"}]
+    cases = [DYNAMIC(cp=cp, **kind) for kind in kinds]
+    check(4, cases, run=dispatched, reference=alone, run_reference=each_alone)
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("pattern", ["M*-M", "G*"])
+def test_recurrent_layers_over_data_and_context_ranks(pattern, cp):
+    reference = dict(reference=alone, run_reference=functools.partial(_hybrid, run=each_alone, pattern=pattern))
+    check(4, [DYNAMIC(cp=cp)], run=functools.partial(_hybrid, run=dispatched, pattern=pattern), **reference)

@@ -281,14 +281,14 @@ def forward_backward(case, build=None):
     ), gradients
 
 
-def gradients_over_cp(model):
-    """{parameter: its gradient, summed over the ranks that hold other tokens of the sequence}."""
+def gradients_over_cp(model, group=None):
+    """{parameter: its gradient, summed over the ranks that hold other tokens}; default: of the sequence."""
     from megatron.core import parallel_state
 
     gradients = {}
     for name, parameter in model.named_parameters():
         gradient = parameter.grad.float()
-        dist.all_reduce(gradient, group=parallel_state.get_context_parallel_group())
+        dist.all_reduce(gradient, group=group or parallel_state.get_context_parallel_group())
         if getattr(parameter, "sequence_parallel", False):
             dist.all_reduce(gradient, group=parallel_state.get_tensor_model_parallel_group())
         gradients[name.removeprefix("module.")] = gradient

@@ -37,12 +37,24 @@ class TreePackedSeqParams(PackedSeqParams):
     """Whether a model that `use_dispatched_documents` prepared has seen it."""
 
     @classmethod
-    def of(cls, layout: Dispatched, positions: Tensor | None, device: Any) -> TreePackedSeqParams:
+    def of(
+        cls, layout: Dispatched, positions: Tensor | None, device: Any, cp_group: Any = None
+    ) -> TreePackedSeqParams:
         rows = len(layout.shares) * layout.num_rows
-        bounds = torch.tensor([0, rows], dtype=torch.int32, device=device)
-        names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
-        lengths = dict(max_seqlen_q=rows, max_seqlen_kv=rows)
-        return cls(qkv_format="thd", **dict.fromkeys(names, bounds), **lengths, layout=layout, positions=positions)
+        packed = cls(qkv_format="thd", max_seqlen_q=rows, max_seqlen_kv=rows, cp_group=cp_group)
+        packed.layout, packed.positions = layout, positions
+        packed._set_bounds(torch.tensor([0, rows], dtype=torch.int32, device=device))
+        return packed
+
+    def show_to(self, model_group: Any) -> None:
+        """Give Megatron's rotary embedding a document over the ranks of the model's context parallelism, by which it
+        goes; those of the batch may be others."""
+        ranks, of_batch = comm.group_size(model_group), len(self.layout.shares)
+        if ranks != of_batch:
+            self._set_bounds(torch.tensor([0, ranks * self.layout.num_rows]).to(self.cu_seqlens_q))
+
+    def _set_bounds(self, bounds: Tensor) -> None:
+        self.cu_seqlens_q = self.cu_seqlens_kv = self.cu_seqlens_q_padded = self.cu_seqlens_kv_padded = bounds
 
 
 def is_one_document(packed: Any) -> bool:
@@ -76,7 +88,9 @@ def dispatch_batch(
         batch: tensors [1, t]; tokens, labels, loss_mask and position_ids are cut (padding rows get 0), others are
             returned as they are. Missing position_ids are made.
         cu_seqlens: int32 [n + 1], from 0 to t: boundaries of the documents, without padding.
-        cp_group: process group or 1-D DeviceMesh; default: Megatron's context-parallel group.
+        cp_group: the ranks that share this batch, a process group or 1-D DeviceMesh; default: Megatron's
+            context-parallel group. With another one, such as all data- and context-parallel ranks, attention and
+            recurrent layers of this batch run over those.
         multiple_of: each rank's rows are a multiple of this and of 2; with sequence parallelism the tensor-parallel
             size.
     Returns: the batch, and the `packed_seq_params` to call the model with.
@@ -91,7 +105,7 @@ def dispatch_batch(
     positions = document_positions(layout, comm.group_rank(group), comm.group_size(group), device=device)
     share = {name: shard_sequence(x, group, 1, layout, padding=SHARDED[name]) for name, x in tensors.items()}
     share.setdefault("position_ids", positions[None])
-    return {**batch, **share}, TreePackedSeqParams.of(layout, positions, device)
+    return {**batch, **share}, TreePackedSeqParams.of(layout, positions, device, group)
 
 
 def use_dispatched_documents(model: Any) -> Any:
@@ -171,6 +185,7 @@ def _tell_embedding(module: Any) -> None:
             return None
         _refuse(module)
         packed.embedded = True
+        packed.show_to(compat.context_parallel_group(module))
         call.arguments["packed_seq_params"] = packed
         return call.args[1:], call.kwargs
 
