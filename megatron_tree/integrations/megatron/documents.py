@@ -37,9 +37,7 @@ class TreePackedSeqParams(PackedSeqParams):
     """Whether a model that `use_dispatched_documents` prepared has seen it."""
 
     @classmethod
-    def of(
-        cls, layout: Dispatched, positions: Tensor | None, device: Any, cp_group: Any = None
-    ) -> TreePackedSeqParams:
+    def of(cls, layout: Dispatched, positions: Tensor | None, device: Any, cp_group: Any = None) -> TreePackedSeqParams:
         rows = len(layout.shares) * layout.num_rows
         packed = cls(qkv_format="thd", max_seqlen_q=rows, max_seqlen_kv=rows, cp_group=cp_group)
         packed.layout, packed.positions = layout, positions

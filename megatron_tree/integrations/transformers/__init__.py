@@ -9,7 +9,7 @@ Importing it registers ``attn_implementation="tree"``:
     model(input_ids=tokens, past_key_values=cache)                # every rank runs the tokens, attends to its shard
 
 `Runner` runs rows of such a cache, `generate` generates. `register_sequence_parallel` trains on sharded sequences, by
-`train_on_shards` and `shard_batch`; `token_log_probs` and `gather_tokens` are for other losses than the mean cross entropy.
+`train_on_shards` and `shard_batch`; `token_log_probs` and `gather_tokens` are for losses other than the cross entropy.
 """
 
 from .attention import check_model, tree_attention

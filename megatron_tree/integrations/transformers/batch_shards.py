@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -19,7 +19,26 @@ from ...layout import Dispatched, document_positions, documents_over
 from .token_tiles import IGNORED
 
 BATCH_KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
+TYPES = ("mm_token_type_ids", "token_type_ids")  # of tokens: 0 text, 1 image
+OF_IMAGES = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "spatial_shapes")
+OF_IMAGES += ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 OF_FLASH = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # position_ids say the same
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WholeBatch:
+    """Which tokens of a batch are in a shard."""
+
+    inputs: dict[str, Tensor]
+    """The batch without labels."""
+    rows: Tensor
+    """int64 [s / p] or, if packed, [t / p]: for each token of the shard its number in the row, or in all rows one after
+    another; -1 for padding."""
+    packed: bool
+
+    def share(self, x: Tensor) -> Tensor:
+        """[..., b, s] -> [..., b, s / p] or, if packed, [..., 1, t / p]; padding repeats the first token."""
+        return (x.flatten(-2).unsqueeze(-2) if self.packed else x)[..., self.rows.clamp(min=0)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,6 +57,9 @@ class SequenceShard:
     """[b, s] of the batch."""
     row_lengths: Tensor
     """int64 [b, 1] or [1, t / p]: tokens of each row or, if packed, of the document of each of this rank's tokens."""
+    whole: WholeBatch
+    image_blocks: tuple[tuple[int, int], ...] = ()
+    """(first, one past the last) token of each run of image tokens that see each other, of all rows in a line."""
     token_values: Callable[[Tensor, Tensor], Tensor] | None = None
     """What the loss function makes of logits and labels instead of the mean (log_probs.py)."""
     used_by: dict = field(default_factory=dict)
@@ -57,6 +79,12 @@ class SequenceShard:
         """int64 [s / p]: of each token in its row or document."""
         group = self.cp_group
         return document_positions(self.layout, group_rank(group), group_size(group), device=self.row_lengths.device)
+
+    @functools.cached_property
+    def one_document(self) -> Dispatched:
+        """The same rows as `documents`, as if they were all of one document: for masks of slices."""
+        rows = (self.documents.starts[-1],)
+        return replace(self.documents, lengths=rows, padded=rows)
 
 
 current_shard: contextvars.ContextVar[SequenceShard | None] = contextvars.ContextVar("tree_shard", default=None)
@@ -82,6 +110,11 @@ def shard_batch(
             position_ids [b, s]: a position that is not the previous one plus one starts a new document. Documents do
             not see each other. The rows of such a packed batch become one row. What collators tell flash attention
             beside them (cu_seq_lens_q and so on) may stay in the batch.
+            position_ids [3, b, s] (M-RoPE: time, height, width) of batches that are not packed, or [4, b, s], whose
+            first ones are those in the text. Without any, the model computes its own from mm_token_type_ids.
+            pixel_values, image_grid_thw and what else the model takes for its images (docs/huggingface.md).
+            mm_token_type_ids, token_type_ids [b, s]: 1 for tokens of images; with token_type_ids (Gemma 3) the tokens
+            of an image see each other.
         cp_group: the ranks that share the sequence, a process group or a 1-D DeviceMesh; None for one rank.
         loss_group: all ranks whose gradients are averaged, likewise; default cp_group.
         tree_config: of the attention.
@@ -92,17 +125,23 @@ def shard_batch(
     """
     cp_group, loss_group = process_group(cp_group), process_group(loss_group)
     ids, labels, mask, positions = _checked(batch)
-    lengths, ends = _documents(batch, mask, positions)
+    of_text = positions if positions.dim() == 2 else positions[0]
+    if len(positions) == 3 and positions.dim() == 3:
+        of_text = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    lengths, ends = _documents(batch, mask, of_text)
+    blocks = _image_blocks(batch)
+    if blocks and len(lengths) == 1:  # images differ from row to row
+        lengths *= len(ids)
     packed = len(lengths) > 1
     rows, documents = _local_rows(lengths, cp_group, ids.device)
+    inputs = {name: x for name, x in batch.items() if name != "labels"}
+    whole = WholeBatch(inputs=inputs, rows=rows, packed=packed)
 
-    def share(x: Tensor) -> Tensor:
-        return (x.reshape(1, -1) if packed else x)[:, rows.clamp(min=0)]  # rows of padding are never read
-
-    shard = {"input_ids": share(ids), "position_ids": share(positions)}
+    shard = {name: batch[name] for name in OF_IMAGES if batch.get(name) is not None}
+    shard |= {"input_ids": whole.share(ids), "position_ids": whole.share(positions)}
     if labels is not None:
         shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        shard["labels"] = share(shifted).masked_fill(rows < 0, IGNORED)
+        shard["labels"] = whole.share(shifted).masked_fill(rows < 0, IGNORED)
     about = SequenceShard(
         cp_group=cp_group,
         loss_group=cp_group if loss_group is None else loss_group,
@@ -111,17 +150,23 @@ def shard_batch(
         documents=documents,
         whole_shape=tuple(ids.shape),
         dropout_seed=dropout_seed,
-        row_lengths=share(ends) if packed else ends[:, :1],
+        row_lengths=whole.share(ends) if packed else ends[:, :1],
+        whole=whole,
+        image_blocks=blocks,
     )
     # with a mask of ones Transformers does not read the shard's positions as packed documents
     return shard | {"attention_mask": torch.ones_like(shard["input_ids"]), "use_cache": False, "sequence_shard": about}
 
 
 def _checked(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """input_ids, labels, attention_mask (bool) and position_ids, all [b, s]."""
-    unknown = sorted(set(batch) - set(BATCH_KEYS) - set(OF_FLASH if batch.get("position_ids") is not None else ()))
-    if unknown:
-        raise ValueError(f"batch has {unknown}: only {', '.join(BATCH_KEYS)} can be sharded; leave the others out")
+    """input_ids, labels, attention_mask (bool), all [b, s], and position_ids, [b, s], [3, b, s] or [4, b, s]."""
+    known = {*BATCH_KEYS, *TYPES, *OF_IMAGES, *(OF_FLASH if batch.get("position_ids") is not None else ())}
+    types = batch.get("token_type_ids")
+    if isinstance(types, Tensor) and types.any() and batch.get("pixel_values") is None:
+        known.remove("token_type_ids")  # not those of images
+    if unknown := sorted(set(batch) - known):
+        names = ", ".join((*BATCH_KEYS, *OF_IMAGES, *TYPES))
+        raise ValueError(f"batch has {unknown}: only {names} can be sharded; leave the others out")
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or 0 in ids.shape or ids.dtype != torch.int64:
         seen = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
@@ -133,8 +178,11 @@ def _checked(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, Tensor | 
             raise ValueError(f"{name} must be an int64 tensor, got {dtype or type(x).__name__}")
     if positions is None:
         positions = torch.arange(ids.shape[1], device=ids.device)
-    positions = positions.expand(ids.shape) if positions.dim() < 2 or positions.shape[0] == 1 else positions
-    for name, x in (("labels", labels), ("attention_mask", mask), ("position_ids", positions)):
+    if positions.dim() < 2 or (positions.dim() == 2 and len(positions) == 1):
+        positions = positions.expand(ids.shape)
+    of_text = positions[0] if positions.dim() == 3 and len(positions) in (3, 4) else positions
+    shapes = {"labels": labels, "attention_mask": mask, "position_ids": of_text}
+    for name, x in (shapes | {name: batch.get(name) for name in TYPES}).items():
         if x is not None and x.shape != ids.shape:
             raise ValueError(f"{name} {list(x.shape)} must have the shape of input_ids, {list(ids.shape)}")
     if mask is not None:
@@ -144,6 +192,19 @@ def _checked(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, Tensor | 
         if labels is not None and (labels[~mask] != IGNORED).any():
             raise ValueError(f"labels of padding (attention_mask 0) must be {IGNORED}")
     return ids, labels, mask, positions
+
+
+def _image_blocks(batch: dict[str, Tensor]) -> tuple[tuple[int, int], ...]:
+    """As `SequenceShard.image_blocks`; a block ends with its row."""
+    types = batch.get("token_type_ids")
+    if types is None:
+        return ()
+    edges = F.pad((types == 1).int(), (1, 1)).diff(dim=1)  # [b, s + 1]
+    bounds = []
+    for edge in (1, -1):
+        row, token = (edges == edge).nonzero(as_tuple=True)
+        bounds.append((row * types.shape[1] + token).tolist())
+    return tuple(zip(*bounds, strict=True))
 
 
 def _documents(batch: dict, mask: Tensor | None, positions: Tensor) -> tuple[list[int], Tensor]:

@@ -37,7 +37,7 @@ def run_on_shards(model, mixers: dict[nn.Module, frozenset[str]]) -> dict[str, N
     `SequenceShard.used_by`."""
     MixerRuns(mixers, _begin, _end)
     if mixers:
-        for number, layer in enumerate(model.base_model.layers):
+        for number, layer in enumerate(model.get_decoder().layers):
             for module in layer.modules():
                 if isinstance(module, GradientCheckpointingLayer) and not mixers.keys().isdisjoint(module.modules()):
                     module.__class__ = _holding_shard(type(module))

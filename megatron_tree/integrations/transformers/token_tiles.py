@@ -231,10 +231,11 @@ def tile_mlps(model, tile: int | None) -> list[nn.Module]:
     _check("mlp_tile", tile)
     if not tile:
         return []
-    mlps = [module for module in model.modules() if _is_dense_mlp(module) or _is_experts(module)]
-    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, GradientCheckpointingLayer)]
+    text = model.get_decoder()
+    mlps = [module for module in text.modules() if _is_dense_mlp(module) or _is_experts(module)]
+    layers = [(name, m) for name, m in text.named_modules() if isinstance(m, GradientCheckpointingLayer)]
     lacking = [name for name, layer in layers if not any(module in mlps for module in layer.modules())]
-    lacking += [name for name, module in model.named_modules() if _is_stacked(module) and module not in mlps]
+    lacking += [name for name, module in text.named_modules() if _is_stacked(module) and module not in mlps]
     if lacking or not mlps:
         raise ValueError(
             f"mlp_tile={tile}: {type(model).__name__} has {len(mlps)} MLPs of linear layers without dropout that "

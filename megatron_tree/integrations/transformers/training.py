@@ -28,6 +28,7 @@ from ...comm import outside_graphs
 from .architectures import CHUNKED, attention_windows
 from .batch_shards import SequenceShard, current_shard
 from .cache import TreeCache
+from .images import attend_to_images, share_images, with_image_positions
 from .indexed import index_on_ranks
 from .llama4 import chunk_size, has_temperature, layout_in_chunks, with_temperature
 from .loss import check_loss, loss_over_all_ranks
@@ -61,6 +62,8 @@ def attend_to_shard(
         q = with_temperature(module, q, shard.positions)
     if (chunk := chunk_size(module)) is not None:
         return tree_attn_func(q, k, v, causal=True, layout=layout_in_chunks(shard.layout, chunk), **options)
+    if shard.image_blocks:
+        return attend_to_images(q, k, v, shard=shard, options=options)
     if shard.documents is None:
         return tree_attn_func(q, k, v, causal=True, layout="zigzag", **options)
     if (selected := options.pop("selected", None)) is not None:
@@ -109,22 +112,30 @@ def train_on_shards(
             f"{type(model).__name__} counts positions from its padding token's number, not from 0, and over the tokens "
             "of a batch: it can't be trained on shards"
         )
-    model.set_attn_implementation("tree")
+    model.set_attn_implementation(_of_text(model.config))
     if getattr(model, "trains_on_shards", False):
         return []
     tiled, mlps = tile_loss(model, loss_tile), tile_mlps(model, mlp_tile)
+    share_images(model)
     model.loss_on_shards = functools.partial(loss_over_all_ranks, plain_loss=model.loss_function)
     model.loss_function = model.loss_on_shards
     model.trains_on_shards, model.tiled_loss = windows | run_on_shards(model, mixers), tiled
     follow_whole_rows(model)
     index_on_ranks(model.config)
-    model.register_forward_pre_hook(outside_graphs(_check_call), with_kwargs=True)
+    model.register_forward_pre_hook(outside_graphs(_begin_call), with_kwargs=True)
     model.register_forward_hook(outside_graphs(_check_use), with_kwargs=True)
     model.register_forward_hook(outside_graphs(_end_call), always_call=True)
     return mlps
 
 
-def _check_call(model, args, kwargs) -> None:
+def _of_text(config) -> str | dict[str, str]:
+    """The implementation "tree", of the text part alone if there is another one."""
+    text = config.get_text_config(decoder=True)
+    own = [name for name in config.sub_configs if getattr(config, name, None) is text]
+    return {own[0]: "tree"} if own else "tree"
+
+
+def _begin_call(model, args, kwargs) -> tuple | None:
     shard = kwargs.get("sequence_shard")
     plain = shard is None and not isinstance(kwargs.get("past_key_values"), TreeCache)
     if plain and model.training and torch.is_grad_enabled():
@@ -132,12 +143,15 @@ def _check_call(model, args, kwargs) -> None:
             f"this {type(model).__name__} trains on shards: call it with the result of shard_batch, or with "
             "past_key_values=TreeCache(model.config, ...); model.eval() takes other batches, too"
         )
-    if shard is not None:
-        check_loss(model, model.loss_on_shards, kwargs.get("output_router_logits"))
-        current_shard.set(shard)
-        row_lengths.set(shard.row_lengths)
-        if model.tiled_loss is not None and kwargs.get("labels") is not None:
-            model.tiled_loss.begin(kwargs["labels"].numel(), getattr(shard.token_values, "tile", None))
+    if shard is None:
+        return None
+    check_loss(model, model.loss_on_shards, kwargs.get("output_router_logits"))
+    kwargs = with_image_positions(model, kwargs)
+    current_shard.set(shard)
+    row_lengths.set(shard.row_lengths)
+    if model.tiled_loss is not None and kwargs.get("labels") is not None:
+        model.tiled_loss.begin(kwargs["labels"].numel(), getattr(shard.token_values, "tile", None))
+    return args, kwargs
 
 
 def _end_call(model, args, output):
