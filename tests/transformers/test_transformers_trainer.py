@@ -1,0 +1,166 @@
+"""Transformers' Trainer on shards under DDP and FSDP2: losses, norms and weights of plain Trainer on one rank."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.ranks import largest, run_distributed
+
+pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+
+ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # Accelerate asks for them, nothing listens there
+LENGTH = 41  # no multiple of twice the ranks
+SAME = 1e-6
+ARGUMENTS = {
+    "max_steps": 4,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 1e-3,
+    "max_grad_norm": 0.3,
+    "logging_steps": 1,
+    "eval_strategy": "steps",
+    "eval_steps": 2,  # and on with training
+    "save_strategy": "no",
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "seed": 3,
+    "optim": "adamw_torch",
+    "adam_epsilon": 1e-5,
+}
+
+
+def _text():
+    """Samples of this file's own text, of several lengths, that differ in how many tokens have a label."""
+    data = Path(__file__).read_bytes()
+    rows = [torch.tensor(list(data[i : i + LENGTH - i % 7])) % 131 for i in range(0, LENGTH * 24, LENGTH)]
+    return [{"input_ids": row, "labels": row.masked_fill(torch.arange(len(row)) < 9, -100)} for row in rows]
+
+
+def _padded(samples):
+    """A batch with padding on the right."""
+    pad = torch.nn.utils.rnn.pad_sequence
+    ids = pad([sample["input_ids"] for sample in samples], batch_first=True)
+    labels = pad([sample["labels"] for sample in samples], batch_first=True, padding_value=-100)
+    mask = pad([torch.ones_like(sample["input_ids"]) for sample in samples], batch_first=True)
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def _packed(samples):
+    """Two documents in every row."""
+    ids = torch.stack([sample["input_ids"][:30] for sample in samples])
+    positions = torch.cat((torch.arange(11), torch.arange(19))).expand(ids.shape)
+    return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
+
+
+COLLATORS = {"padded": _padded, "packed": _packed}
+
+
+def _train(trainer_class, folder, collator, batch_size, *, fsdp=False, resume=None, lora=False, args=None, **options):
+    """({name: its values in the steps}, trained parameters)."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    from support.hf_models import tiny_model
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    sizes = {"per_device_train_batch_size": batch_size, "per_device_eval_batch_size": batch_size}
+    more = {"fsdp": True, "fsdp_config": {"version": 2}} if fsdp else {}
+    args = transformers.TrainingArguments(str(folder), **ARGUMENTS | sizes | more | (args or {}))
+    if fsdp:  # Accelerate has FSDP for ranks with devices only
+        assert args.device.type == "cpu"
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+    model, data = tiny_model("llama"), _text()
+    if lora:
+        peft = pytest.importorskip("peft", reason="peft is not installed")
+        torch.manual_seed(5)
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=2))
+    options |= {"train_dataset": data, "eval_dataset": data[:8], "data_collator": COLLATORS[collator]}
+    trainer = trainer_class(model=model, args=args, **options)
+    trainer.train(resume_from_checkpoint=resume)
+    history = trainer.state.log_history
+    found = {name: [x[name] for x in history if name in x] for name in ("loss", "grad_norm", "eval_loss")}
+    weights = {}
+    for name, p in trainer.model.named_parameters():
+        if p.requires_grad:
+            weights[name] = (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+    return found, weights
+
+
+def _plain(rank, world, folder, runs):
+    return {run: _train(transformers.Trainer, folder, run[0], 2, lora=run[1]) for run in runs}
+
+
+def _sharded(rank, world, folder, cases, want):
+    from accelerate.parallelism_config import ParallelismConfig
+
+    from megatron_tree.integrations.transformers.trainer import Trainer
+
+    for collator, lora, sp_size, fsdp, sizes in cases:
+        options = {"fsdp": fsdp, "lora": lora, "loss_tile": 7}
+        if sizes is None:
+            options["sp_size"] = sp_size
+        else:
+            options["args"] = {"parallelism_config": ParallelismConfig(**sizes)}
+        found, weights = _train(Trainer, folder, collator, 2 * sp_size // world, **options)
+        _compare(found, weights, *want[collator, lora])
+
+
+def _resumed(rank, world, folder, saved, resumed, want):
+    """A run of all steps that saves after two, and one on other sequence ranks that goes on from there."""
+    from megatron_tree.integrations.transformers.trainer import Trainer
+
+    saving = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": None}
+    for (sp_size, fsdp), options in ((saved, {"args": saving}), (resumed, {"resume": str(folder / "checkpoint-2")})):
+        options |= {"sp_size": sp_size, "fsdp": fsdp}
+        found, weights = _train(Trainer, folder, "padded", 2 * sp_size // world, **options)
+        _compare(found, weights, *want["padded", False])
+
+
+def _compare(found, weights, want_found, want_weights):
+    for name, values in found.items():
+        skipped = len(want_found[name]) - len(values)  # before a resumed run
+        assert values and values == pytest.approx(want_found[name][skipped:], rel=SAME), name
+    assert want_weights.keys() == weights.keys()
+    for name, p in weights.items():
+        assert largest((p - want_weights[name]).abs().flatten().tolist()) < SAME, name
+
+
+def _check(tmp_path, world, cases):
+    runs = {case[:2] for case in cases}
+    (want,) = run_distributed(_plain, 1, tmp_path / "plain", runs, timeout=250, env=ADDRESS, fresh=True)
+    run_distributed(_sharded, world, tmp_path, cases, want, timeout=500, env=ADDRESS, fresh=True)
+
+
+@pytest.mark.supports("`transformers.Trainer`", with_="DDP, FSDP2; dp = 2, sp = 2; padded, packed; ParallelismConfig")
+@pytest.mark.timeout(600)
+def test_trainer_under_ddp_and_fsdp2(tmp_path):
+    """ParallelismConfig means our sequence ranks, with the masks of padding and packed documents."""
+    cases = (
+        ("padded", False, 2, False, None),
+        ("packed", False, 2, True, {"dp_shard_size": 2, "cp_size": 2}),
+    )
+    _check(tmp_path, 4, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.supports("`transformers.Trainer`", with_="FSDP2, replicas of shards (HSDP); LoRA; sp = 4")
+def test_trainer_with_lora_and_replicas(tmp_path):
+    cases = (
+        ("padded", True, 4, False, None),
+        ("packed", True, 2, True, None),
+        ("padded", False, 2, True, {"dp_replicate_size": 2, "sp_size": 2}),
+        ("packed", False, 4, True, {"cp_size": 4}),
+        ("packed", False, 2, False, {"dp_replicate_size": 2, "cp_size": 2}),
+    )
+    _check(tmp_path, 4, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_a_run_is_resumed_on_the_same_and_on_another_mesh(tmp_path, fsdp):
+    (want,) = run_distributed(_plain, 1, tmp_path / "plain", {("padded", False)}, timeout=250, env=ADDRESS, fresh=True)
+    for sp_size in (2, 4):
+        ranks = (2, fsdp), (sp_size, fsdp)
+        run_distributed(_resumed, 4, tmp_path / str(sp_size), *ranks, want, timeout=500, env=ADDRESS, fresh=True)
