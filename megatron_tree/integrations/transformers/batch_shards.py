@@ -82,9 +82,9 @@ class SequenceShard:
 
     @functools.cached_property
     def one_document(self) -> Dispatched:
-        """The same rows as `documents`, as if they were all of one document: for masks of slices."""
-        rows = (self.documents.starts[-1],)
-        return replace(self.documents, lengths=rows, padded=rows)
+        """The same layout as if all tokens were of one document: for masks of slices."""
+        tokens = (self.layout.starts[-1],)
+        return replace(self.layout, lengths=tokens, padded=tokens)
 
 
 current_shard: contextvars.ContextVar[SequenceShard | None] = contextvars.ContextVar("tree_shard", default=None)

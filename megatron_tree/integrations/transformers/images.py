@@ -143,12 +143,9 @@ def _choose(features: Tensor | list | tuple, chosen: Tensor, num_tokens: int) ->
 
 def attend_to_images(q: Tensor, k: Tensor, v: Tensor, *, shard: SequenceShard, options: dict) -> Tensor:
     """Causal attention in which tokens of an image see each other; arguments as of `attend_to_shard`. Collective."""
-    layout, lengths = "zigzag", (shard.whole.inputs["input_ids"].shape[1],)
-    if shard.documents is not None:
-        layout, lengths = shard.one_document, shard.documents.lengths
     window = options.pop("window_size")[0] + 1
-    ranges = _ranges(lengths, shard.image_blocks, window or None)
-    return tree_attn_func(q, k, v, ranges=ranges, layout=layout, **options)
+    ranges = _ranges(shard.layout.lengths, shard.image_blocks, window or None)
+    return tree_attn_func(q, k, v, ranges=ranges, layout=shard.one_document, **options)
 
 
 @functools.lru_cache(maxsize=16)
