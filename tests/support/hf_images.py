@@ -22,6 +22,7 @@ LINEAR = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 TOKENS = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": 123}
 
@@ -57,6 +58,27 @@ CONFIGS = {
         {"rope_parameters": ROPE | {"partial_rotary_factor": 1.0}},
         {"image_size": 16, "initializer_range": 0.02},
     ),
+    "qwen3_vl_moe": lambda: _grid(
+        "Qwen3VLMoe",
+        EXPERTS | {"rope_parameters": ROPE, "decoder_sparse_step": 1},
+        {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+    ),
+    "qwen3_5_moe": lambda: _grid(
+        "Qwen3_5Moe",
+        LINEAR
+        | EXPERTS
+        | {"shared_expert_intermediate_size": 16, "rope_parameters": ROPE | {"partial_rotary_factor": 1.0}},
+        {"num_position_embeddings": 16},
+    ),
+    "llama4": lambda: _tiles(
+        "Llama4",
+        TEXT
+        | {"attention_chunk_size": 9, "floor_scale": 5, "num_local_experts": 2, "intermediate_size_mlp": 48}
+        | {"num_hidden_layers": 4},
+        TILE_VISION
+        | {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16, "intermediate_size": 64},
+        image_token_index=IMAGE,
+    ),
     "gemma3": lambda: _tiles(
         "Gemma3",
         TEXT
@@ -86,6 +108,8 @@ def image_model(name, dtype=torch.float64):
     torch.manual_seed(1)
     config = getattr(transformers, f"{made}Config")(**config)
     model = getattr(transformers, f"{made}ForConditionalGeneration")(config).eval().to(dtype)
+    if name.endswith("moe"):
+        model.set_experts_implementation("eager")  # the default has no float64
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -131,7 +155,7 @@ def image_rows(name, seed=3):
     return made
 
 
-PER_TILE = {"gemma3": 4, "llava": 16, "internvl": 4}
+PER_TILE = {"gemma3": 4, "internvl": 4, "llama4": 4, "llava": 16}
 OF_PINPOINTS = {"llava_next": 52, "llava_onevision": 52}
 
 
@@ -169,12 +193,29 @@ def batches(name, model):
     text = torch.cat([torch.arange(len(ids)) for ids, _ in rows])[None]
     labels = ids.masked_fill((text == 0) | (ids == IMAGE), -100)
     packed = {"input_ids": ids, "labels": labels, "position_ids": text} | _together(name, rows) | types_of(name, ids)
-    if hasattr(model.model, "get_rope_index"):
+    if hasattr(model.base_model, "get_rope_index"):
         own = [
-            model.model.get_rope_index(
+            model.base_model.get_rope_index(
                 one["input_ids"], mm_token_type_ids=one["mm_token_type_ids"], image_grid_thw=one["image_grid_thw"]
             )[0]
             for one in alone
         ]
         packed["position_ids"] = torch.cat((text[None], torch.cat(own, -1)))
     return {"one row": (alone[0], alone[:1]), "padded": (padded, alone), "packed": (packed, alone)}
+
+
+def video_batch(name):
+    """A row with an image and a video of two frames; Qwen3 has each frame by itself, with text between them."""
+    generator = torch.Generator().manual_seed(4)
+    image, video = torch.tensor([[1, 4, 4]]), torch.tensor([[2, 4, 8]])
+    ids = torch.randint(3, IMAGE, (1, 45), generator=generator)
+    ids[0, 4:8] = IMAGE
+    frames = [slice(14, 22), slice(24, 32)] if name.startswith("qwen3") else [slice(14, 30)]
+    for frame in frames:
+        ids[0, frame] = VIDEO
+    pixels = [torch.randn(int(g.prod()), 96, generator=generator, dtype=torch.float64) for g in (image, video)]
+    types = (ids == IMAGE) + 2 * (ids == VIDEO)
+    of_pixels = {"pixel_values": pixels[0], "pixel_values_videos": pixels[1]}
+    grids = {"image_grid_thw": image, "video_grid_thw": video}
+    labels = ids.masked_fill(types > 0, -100)
+    return {"input_ids": ids, "labels": labels, "mm_token_type_ids": types} | of_pixels | grids

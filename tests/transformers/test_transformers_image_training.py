@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from support.ranks import run_distributed
@@ -10,41 +11,170 @@ from support.ranks import run_distributed
 pytest.importorskip("transformers")
 
 from megatron_tree.integrations import transformers as tree_hf
-from support.hf_images import CONFIGS, batches, image_model
+from support.hf_images import CONFIGS, batches, image_model, video_batch
+from support.hf_models import tiny_model
+
+FAST = ("gemma3", "glm4v", "llama4", "llava_next", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "smolvlm")
+FP32 = {"qwen3_5": 1e-4, "qwen3_5_moe": 1e-4}  # their delta rule; other errors are those of the loss
 
 
 @functools.cache
 def _alone(name, what):
     """(loss, gradients) of rows that Transformers runs one by one on this rank."""
     model, total = image_model(name), 0.0
-    _, rows = batches(name, model)[what]
-    count = sum(int((row["labels"][:, 1:] != -100).sum()) for row in rows)
-    for row in rows:
-        loss = model(**row, use_cache=False).loss * int((row["labels"][:, 1:] != -100).sum()) / count
+    rows = [video_batch(name)] if what == "video" else batches(name, model)[what][1]
+    counts = [int((row["labels"][:, 1:] != -100).sum()) for row in rows]
+    for row, count in zip(rows, counts, strict=True):
+        loss = model(**row, use_cache=False).loss * count / sum(counts)
         loss.backward()
         total += loss.item()
     return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+def _check(model, name, what, *, frozen=(), **tiles):
+    """Loss and gradients of a batch that the ranks share, and those of `frozen` parts are none."""
+    (want, grads), world = _alone(name, what), dist.get_world_size()
+    tree_hf.train_on_shards(model, **tiles)
+    batch = video_batch(name) if what == "video" else batches(name, model)[what][0]
+    loss = model(**tree_hf.shard_batch(batch, cp_group=dist.group.WORLD)).loss
+    loss.backward()
+    limit, largest = FP32.get(name, 1e-6), max(float(grad.abs().max()) for grad in grads.values())
+    assert loss.item() == pytest.approx(want, rel=limit), what
+    for weight, parameter in model.named_parameters():
+        if any(part in weight for part in frozen):
+            assert parameter.grad is None, weight
+        elif weight in grads:  # no token of this shard may have chosen an expert
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dist.all_reduce(grad)
+            error = (grad / world - grads[weight]).abs().max()
+            assert error <= limit * (grads[weight].abs().max() + 0.01 * largest), (what, weight, float(error))
+
+
 def _trained(rank, world, name):
-    limit = 1e-4 if name == "qwen3_5" else 1e-6  # its delta rule computes in fp32, as do losses
     for what in ("one row", "padded", "packed"):
-        want, grads = _alone(name, what)
-        model = image_model(name)
+        _check(image_model(name), name, what)
+
+
+def _marks(name):
+    marks = [pytest.mark.supports(f"`{name}`", with_="images: training; 2 and 4 ranks; zigzag, padded, packed")]
+    return marks if name in FAST else [*marks, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in CONFIGS])
+def test_training(name):
+    run_distributed(_trained, 2, name)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "gemma3" else pytest.mark.slow) for name in CONFIGS]
+)
+def test_training_on_four_ranks(name):
+    run_distributed(_trained, 4, name)
+
+
+def _videos(rank, world, name):
+    _check(image_model(name), name, "video")
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=pytest.mark.supports(f"`{name}`", with_="videos: training; 2 ranks"))
+    for name in ("qwen2_5_vl", "qwen3_vl")
+])  # fmt: skip
+def test_videos(name):
+    run_distributed(_videos, 2, name)
+
+
+def _options(rank, world):
+    """Tiles, layers that are recomputed, and a vision part that is frozen."""
+    model = image_model("qwen3_vl")
+    model.gradient_checkpointing_enable()
+    _check(model.train(), "qwen3_vl", "padded", loss_tile=8, mlp_tile=8)
+
+    model = image_model("qwen3_vl")
+    model.model.visual.requires_grad_(False)
+    features = []
+    model.model.visual.register_forward_hook(lambda module, args, output: features.append(output.pooler_output))
+    _check(model, "qwen3_vl", "padded", frozen=["visual"])
+    assert len(features) == 1 and not features[0].requires_grad
+
+
+def test_tiles_recomputed_layers_and_frozen_vision():
+    run_distributed(_options, 2)
+
+
+def _wrapped(rank, world, kind):
+    """One image at the beginning of the row, whose tokens rank 0 has: what the vision part runs on each rank, and the
+    weights after two steps."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+    from torch.nn.parallel import DistributedDataParallel
+
+    batch = batches("qwen3_vl", image_model("qwen3_vl"))["one row"][1][0]
+    longer = {"input_ids": 60, "labels": -100, "mm_token_type_ids": 0}
+    batch |= {key: torch.nn.functional.pad(batch[key], (0, 43), value=fill) for key, fill in longer.items()}
+
+    def steps(wrap, shard):
+        model, losses, patches = image_model("qwen3_vl").train(), [], []
+        model.model.visual.register_forward_pre_hook(lambda module, args: patches.append(len(args[0])))
+        wrapped = wrap(model)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        for _ in range(2):
+            loss = wrapped(**shard(batch)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, model, patches
+
+    def wrap(model):
         tree_hf.train_on_shards(model)
-        batch, _ = batches(name, model)[what]
-        loss = model(**tree_hf.shard_batch(batch, cp_group=dist.group.WORLD)).loss
-        loss.backward()
-        assert loss.item() == pytest.approx(want, rel=limit), what
-        largest = max(float(grad.abs().max()) for grad in grads.values())
-        for weight, parameter in model.named_parameters():
-            if weight in grads:
-                dist.all_reduce(parameter.grad)
-                error = (parameter.grad / world - grads[weight]).abs().max()
-                assert error <= limit * (grads[weight].abs().max() + 0.01 * largest), (what, weight, float(error))
+        if kind == "DDP":
+            return DistributedDataParallel(model)
+        mesh = dist.init_device_mesh("cpu", (world,))
+        for layer in (*model.model.visual.blocks, *model.model.language_model.layers):
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    want, plain, of_one = steps(lambda model: model, lambda batch: batch)
+    losses, model, patches = steps(wrap, lambda batch: tree_hf.shard_batch(batch, cp_group=dist.group.WORLD))
+    assert (of_one, patches) == ([32, 32], [32, 32] if rank == 0 else [16, 16])
+    assert losses == pytest.approx(want, rel=1e-6)
+    for (name, got), truth in zip(model.named_parameters(), plain.parameters(), strict=True):
+        whole = got.full_tensor() if isinstance(got, DTensor) else got
+        assert (whole - truth).abs().max() < 1e-6, name
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_training(name, world):
-    run_distributed(_trained, world, name)
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_a_rank_runs_the_images_of_its_tokens_or_one(kind):
+    run_distributed(_wrapped, 2, kind)
+
+
+def _shard(model, batch):
+    tree_hf.train_on_shards(model)
+    return model(**tree_hf.shard_batch(batch, cp_group=None))
+
+
+def test_what_is_refused():
+    batch = batches("qwen3_vl", image_model("qwen3_vl"))["padded"][0]
+    wrong = [
+        ({"input_features": torch.zeros(1, 2, 3)}, r"\['input_features'\]: only input_ids.* leave the others out"),
+        ({"position_ids": torch.arange(37).expand(2, 2, -1)}, r"position_ids \[2, 2, 37\] must have the shape of"),
+        ({"mm_token_type_ids": torch.zeros(1, 37)}, r"mm_token_type_ids \[1, 37\] must have the shape of input_ids"),
+    ]
+    for more, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            tree_hf.shard_batch(batch | more, cp_group=None)
+    batch = batches("llava", image_model("llava"))["one row"][0]  # two images of 16 tokens
+    types = {"token_type_ids": (batch["input_ids"] == 120).long()}
+    wrong = [
+        (types, "token_type_ids with images: LlavaForConditionalGeneration does not take them"),
+        ({"pixel_values_videos": torch.zeros(1)}, "LlavaForConditionalGeneration does not train on shards of videos"),
+        ({"pixel_values": torch.zeros(3, 3, 16, 16)}, r"32 image tokens for images of \[1, 1, 1\] patches"),
+        ({"pixel_values": torch.zeros(4, 3, 16, 16)}, "32 image tokens, but the images give 64 features"),
+    ]
+    for more, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            _shard(image_model("llava"), batch | {"pixel_values": batch["pixel_values"].float()} | more)
+    text = tiny_model("llama")
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM \(llama\) trains on shards of text only.* gemma3, glm4v"):
+        _shard(text, batch)

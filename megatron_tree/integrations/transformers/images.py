@@ -15,6 +15,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,23 +24,36 @@ from ...attention.functional import tree_attn_func
 from ...config import AttnSlice
 from .batch_shards import OF_IMAGES, SequenceShard, current_shard
 
+
+class Images(NamedTuple):
+    """What a model with images does beside what all do."""
+
+    videos: bool = False
+    """It also has videos, with a token of their own."""
+    blocks: bool = False
+    """With token_type_ids the tokens of an image see each other."""
+    features: str = "pooler_output"
+    """Where `get_image_features` returns what becomes the tokens of images."""
+
+
 MODELS = {
-    "gemma3": "image blocks",
-    "glm4v": "",
-    "internvl": "",
-    "llava": "",
-    "llava_next": "",
-    "llava_onevision": "",
-    "mistral3": "",
-    "qwen2_5_vl": "videos",
-    "qwen2_vl": "videos",
-    "qwen3_5": "videos",
-    "qwen3_5_moe": "videos",
-    "qwen3_vl": "videos",
-    "qwen3_vl_moe": "videos",
-    "smolvlm": "",
+    "gemma3": Images(blocks=True),
+    "glm4v": Images(),
+    "internvl": Images(),
+    "llama4": Images(features="last_hidden_state"),
+    "llava": Images(),
+    "llava_next": Images(),
+    "llava_onevision": Images(),
+    "mistral3": Images(),
+    "qwen2_5_vl": Images(videos=True),
+    "qwen2_vl": Images(videos=True),
+    "qwen3_5": Images(videos=True),
+    "qwen3_5_moe": Images(videos=True),
+    "qwen3_vl": Images(videos=True),
+    "qwen3_vl_moe": Images(videos=True),
+    "smolvlm": Images(),
 }
-"""By model_type: what is known of a model besides images."""
+"""By model_type: those that are tested."""
 FEATURES = {"get_image_features": "image_token_id", "get_video_features": "video_token_id"}
 GRIDS = ("image_grid_thw", "video_grid_thw")
 
@@ -66,9 +80,9 @@ def with_image_positions(model, kwargs: dict) -> dict:
             f"batch has {given}: {type(model).__name__} ({config.model_type}) trains on shards of text only. Models "
             f"that also take images there: {', '.join(MODELS)}"
         )
-    if shard.image_blocks and known != "image blocks":
+    if shard.image_blocks and not known.blocks:
         raise ValueError(f"batch has token_type_ids with images: {type(model).__name__} does not take them")
-    if batch.get("pixel_values_videos") is not None and known != "videos":
+    if "pixel_values_videos" in given and not known.videos:
         raise ValueError(f"batch has pixel_values_videos: {type(model).__name__} does not train on shards of videos")
     compute = getattr(model.base_model, "compute_3d_position_ids", None)
     if compute is None or not given or batch.get("position_ids") is not None:
@@ -96,7 +110,8 @@ def _features(compute: Callable, config, token: str, *args, **kwargs):
         output = compute(**arguments)
     finally:
         current_shard.set(shard)
-    output.pooler_output = _choose(output.pooler_output, chosen, num_tokens)
+    field = MODELS[config.model_type].features
+    output[field] = _choose(output[field], chosen, num_tokens)
     if (deep := getattr(output, "deepstack_features", None)) is not None:
         output.deepstack_features = [_choose(x, chosen, num_tokens) for x in deep]
     return output
