@@ -1,19 +1,17 @@
 """Train a Hugging Face model with Transformers' Trainer, the sequence sharded over ranks by tree attention.
 
-    DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 deepspeed --num_gpus 4 --no_local_rank launch/train_trainer.py \\
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 launch/train_trainer.py \\
         --output_dir runs/trainer --sp_size 2 --seq_length 256 --max_steps 4 --logging_steps 1 --use_cpu
 
-Every rank runs this file. Of a script that you have, one line changes: where Trainer comes from. `--help` lists the
-options below and all of TrainingArguments.
+Every rank runs this file, under DDP; with `--fsdp` on GPUs under FSDP2 and, started by the deepspeed launcher with
+`--deepspeed configs/deepspeed/trainer_zero2.json`, under ZeRO. Of a script that you have, one line changes: where
+Trainer comes from. `--help` lists the options below and all of TrainingArguments.
 """
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
-
-CONFIG = Path(__file__).parents[1] / "configs" / "deepspeed" / "trainer_zero2.json"
 
 
 @dataclass
@@ -67,7 +65,7 @@ def main(argv: list[str]) -> int:
     from transformers import HfArgumentParser, TrainingArguments
 
     options, args = HfArgumentParser((Options, TrainingArguments)).parse_args_into_dataclasses(
-        ["--deepspeed", str(CONFIG), "--report_to", "none", *argv]
+        ["--report_to", "none", *argv]
     )
     quiet()
     models.hide_progress_bars()

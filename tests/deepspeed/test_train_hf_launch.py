@@ -122,7 +122,8 @@ def test_options_that_are_refused(options, message):
 
 
 @pytest.mark.slow
-def test_transformers_trainer(text, tmp_path):
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+def test_transformers_trainer(text, tmp_path, launcher):
     from support.http_server import byte_model, byte_tokenizer
 
     byte_model().save_pretrained(tmp_path / "model")
@@ -144,9 +145,18 @@ def test_transformers_trainer(text, tmp_path):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     script = REPO / "launch" / "train_trainer.py"
-    command = [LAUNCHER, "--num_gpus", 2, "--master_port", port, "--no_local_rank", script, *options]
+    if launcher == "deepspeed":
+        options += ("--deepspeed", REPO / "configs" / "deepspeed" / "trainer_zero2.json")
+        command = [LAUNCHER, "--num_gpus", 2, "--master_port", port, "--no_local_rank"]
+    else:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", port]
     done = subprocess.run(
-        [str(part) for part in command], env=os.environ | ENV, cwd=REPO, capture_output=True, text=True, timeout=800
+        [str(part) for part in (*command, script, *options)],
+        env=os.environ | ENV,
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        timeout=800,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"'loss': '?[\d.]+", done.stdout)) == 3

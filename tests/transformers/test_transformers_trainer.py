@@ -144,6 +144,76 @@ def test_trainer_under_ddp_and_fsdp2(tmp_path):
     _check(tmp_path, 4, cases)
 
 
+def _accelerated(rank, world):
+    """(losses, weights) of a loop with Accelerator; what is said where it removes masks; whose samples a rank got."""
+    from accelerate import Accelerator
+    from accelerate.big_modeling import _attach_context_parallel_hooks
+    from accelerate.state import AcceleratorState
+    from torch.utils.data import DataLoader
+
+    from megatron_tree.integrations.transformers import register_sequence_parallel
+    from megatron_tree.integrations.transformers.accelerated import prepare_data_loader
+    from support.hf_models import tiny_model
+
+    accelerator, model = Accelerator(cpu=True), tiny_model("llama").train()
+    parallel = register_sequence_parallel(model, sp_size=world // 2 or 1)
+    wrapped, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5))
+    loader = DataLoader(_text()[:8], batch_size=2 // parallel.dp_size, collate_fn=_padded)
+    losses = []
+    for batch in prepare_data_loader(loader, accelerator, parallel):
+        loss = wrapped(**parallel.shard_batch(batch)).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    _attach_context_parallel_hooks(model)  # as prepare does with cp_size
+    with pytest.raises(ValueError, match="does not pass its mask on to 0, 1"):
+        model(**parallel.shard_batch(batch))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.supports("Accelerate", with_="`Accelerator`, DDP; dp = 2, sp = 2; padded")
+def test_a_loop_with_accelerate():
+    """Batches of a sequence group are equal, else shard_batch raises; without masks the model raises."""
+    ((losses, weights),) = run_distributed(_accelerated, 1, env=ADDRESS, fresh=True)
+    for found, moved in run_distributed(_accelerated, 4, env=ADDRESS, fresh=True):
+        assert len(found) == 4 and found == pytest.approx(losses, rel=SAME)
+        assert all((moved[name] - p).abs().max() < SAME for name, p in weights.items())
+
+
+def _refusals(rank, world, folder):
+    from accelerate.parallelism_config import ParallelismConfig
+
+    from megatron_tree.integrations.transformers.trainer import Trainer
+    from support.hf_models import tiny_model
+
+    said = []
+    for options in (
+        {"fsdp": True},
+        {"parallelism_config": ParallelismConfig(tp_size=2)},
+        {"parallelism_config": ParallelismConfig(dp_shard_size=2, cp_size=2)},
+        {"parallelism_config": ParallelismConfig(sp_size=3)},
+    ):
+        args = transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[], **options)
+        with pytest.raises(ValueError) as error:
+            Trainer(tiny_model("llama"), args)
+        said.append(str(error.value))
+    return said
+
+
+def test_what_trainer_refuses_of_fsdp_and_parallelism_config(tmp_path):
+    (said,) = run_distributed(_refusals, 1, tmp_path, env=ADDRESS, fresh=True)
+    wanted = (
+        "Accelerate uses DistributedType.MULTI_CPU here, not FSDP2",
+        "tp_size=2",
+        "'dp_shard': 2, 'cp': 2, 'sp': 1, 'tp': 1}: their product is not the number of ranks, 1",
+        "sp_size=3 must be a positive integer that divides the 1 ranks",
+    )
+    for text, want in zip(said, wanted, strict=True):
+        assert want in text
+
+
 @pytest.mark.slow
 @pytest.mark.supports("`transformers.Trainer`", with_="FSDP2, replicas of shards (HSDP); LoRA; sp = 4")
 def test_trainer_with_lora_and_replicas(tmp_path):
@@ -152,7 +222,7 @@ def test_trainer_with_lora_and_replicas(tmp_path):
         ("packed", True, 2, True, None),
         ("padded", False, 2, True, {"dp_replicate_size": 2, "sp_size": 2}),
         ("packed", False, 4, True, {"cp_size": 4}),
-        ("packed", False, 2, False, {"dp_replicate_size": 2, "cp_size": 2}),
+        ("packed", False, 2, False, {"dp_replicate_size": 2, "sp_size": 2}),
     )
     _check(tmp_path, 4, cases)
 
