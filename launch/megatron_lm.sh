@@ -5,7 +5,8 @@
 #
 #   MEGATRON_LM         folder of the checkout; its sources are not changed. Tested with 0.16.1; 0.18 needs Python 3.12
 #   SCRIPT              a script in it that trains: pretrain_gpt.py, pretrain_t5.py ...; pretrain_mamba.py needs a GPU
-#   OPTION ...          Megatron-LM's own options; tree attention takes the layers of --cp-comm-type tree (or a2a+tree)
+#   OPTION ...          Megatron-LM's own options; tree attention takes the layers of --cp-comm-type tree (or a2a+tree).
+#                       --dispatch-documents is ours: packed batches of all data ranks over all ranks (docs/megatron.md)
 #   -n, --ranks RANKS   number of ranks (default: the number of GPUs, or 2 without one)
 #   --port PORT         port of the rendezvous (default: a free one)
 #   --log-level LEVEL   of the launcher: debug, info, warning, error (default)

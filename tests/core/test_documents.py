@@ -19,7 +19,9 @@ from megatron_tree import (
     tree_attn_varlen_func,
     unshard_sequence,
 )
+from megatron_tree.config import MaskBounds
 from megatron_tree.layout import Dispatched, documents_over, shard_positions, spread_documents
+from megatron_tree.layout.segments import by_document, visible_rows
 from support.attention import make_inputs, make_sinks, oracle
 from support.ranks import largest, run_distributed
 
@@ -158,6 +160,37 @@ def test_documents_on_one_rank_send_nothing():
     found = run_distributed(_bytes, 4, lengths)
     zigzag, dispatched = (sum(x) for x in zip(*found))
     assert dispatched <= zigzag / 100, "at most a third is asked for"
+
+
+def _keys_sent(rank, world, lengths):
+    """(Bytes that this rank sends in a forward pass, those of its keys that queries on other ranks see)."""
+    layout = dispatch_documents([0, *itertools.accumulate(lengths)], dist.group.WORLD)
+    q, k, v = (torch.randn(layout.num_rows, h, 4) for h in (4, 2, 2))
+    with comm.record() as log:
+        tree_attn_varlen_func(q, k, v, cp_group=dist.group.WORLD, layout=layout)
+    documents = [by_document(layout.segments(r, world)) for r in range(world)]
+    causal = MaskBounds(None, 0)
+    seen = (visible_rows(documents[r], documents[rank], causal) for r in range(world) if r != rank)
+    row = 2 * (4 + 4) * 4  # KV heads, head sizes of keys and values, bytes of a number
+    return sum(x.bytes for x in log), row * sum(s.length for segments in seen for s in segments)
+
+
+def test_only_visible_keys_are_sent():
+    """A document of most of the work lies on all four ranks, the others on one each."""
+    for sent, needed in run_distributed(_keys_sent, 4, (96, *(3,) * 20, 14, 30)):
+        assert sent == needed > 0
+
+
+def test_documents_of_very_different_lengths():
+    """Over 16 ranks; over 4 groups of 4 with as many tokens each, the busiest rank has 1.6 times the mean."""
+    draw, groups = random.Random(0), [[], [], [], []]
+    lengths = tuple(min(32768, max(16, int(draw.lognormvariate(6.2, 1.6)))) for _ in range(256))
+    for n in lengths:
+        min(groups, key=sum).append(n)
+    mean = sum(n * (n + 1) / 2 for n in lengths) / 16
+    assert max(sum(n * (n + 1) / 2 for n in group) / 4 for group in groups) > 1.6 * mean
+    layout = spread_documents(lengths, 16)
+    assert max(_work(layout, rank, 16) for rank in range(16)) < 1.05 * mean
 
 
 def test_what_is_missing_or_differs_is_said():

@@ -58,6 +58,22 @@ def test_experts():
     check_training(4, [together, Run(ep=2, cp=2, config=EXPERTS, distributed_optimizer=True)])
 
 
+# of the microbatches; their sums are such that the ranks have no padding, which a loss of the experts would count
+DOCUMENTS = ((70, 1, 2, 9, 3, 16, 11), (5, 120, 3))
+ALL_TOKENS = (("moe_router_load_balancing_type", "global_aux_loss"),)
+
+
+@pytest.mark.supports("dynamic context parallelism", with_="dp = 2, cp = 2; MLA; distributed optimizer")
+def test_documents_over_data_and_context_ranks():
+    check_training(4, [Run(documents=DOCUMENTS, cp=2, mla=True, distributed_optimizer=True)])
+
+
+@pytest.mark.supports("dynamic context parallelism", with_="experts, global_aux_loss; dp = 2, cp = 2, ep = 2")
+def test_experts_and_documents_over_data_and_context_ranks():
+    config = tuple({**dict(EXPERTS + ALL_TOKENS), "calculate_per_token_loss": True}.items())
+    check_training(4, [Run(documents=DOCUMENTS, cp=2, ep=2, config=config)])
+
+
 @pytest.mark.slow
 @pytest.mark.supports(
     "tensor, sequence, pipeline and context parallelism together", with_="2 x 2 x 2 ranks, 2 stages a rank"

@@ -32,7 +32,7 @@ class Packed(Case):
 
     documents: tuple = (13, 0, 27, 5, 3)
     padded_for: int = 4
-    over_all: bool = False  # dispatched over all ranks of data and context parallelism
+    over_data: bool = False  # each data-parallel rank brings some of the documents
 
     @property
     def rows(self):
@@ -104,6 +104,16 @@ def one_row(case):
     return {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(tokens.shape)}, begins
 
 
+def _of_data_rank(batch, begins):
+    """The documents of this data-parallel rank: the first one gets fewer than the last."""
+    from megatron.core import parallel_state
+
+    rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    first, last = (i * i * (len(begins) - 1) // ranks**2 for i in (rank, rank + 1))
+    mine = {name: x[:, begins[first] : begins[last]] for name, x in batch.items()}
+    return mine, begins[first : last + 1] - begins[first]
+
+
 def _all_losses(losses, rows, total, group):
     """[1, total] from this rank's losses [1, rows]; row -1 holds none."""
     found = torch.zeros(1, total)
@@ -118,10 +128,13 @@ def dispatched(case, build=build_model):
 
     from megatron_tree.integrations import megatron as tree
 
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True) if case.over_all else None
+    group = parallel_state.get_context_parallel_group()
     batch, begins = one_row(case)
-    share, packed = tree.dispatch_batch(batch, begins, cp_group=group, multiple_of=case.padded_for)
-    group = group or parallel_state.get_context_parallel_group()
+    given = batch, begins
+    if case.over_data:
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        given = _of_data_rank(batch, begins)
+    share, packed = tree.dispatch_batch(*given, over_data=case.over_data, multiple_of=case.padded_for)
     model = tree.use_dispatched_documents(build(case))
     tokens, mask = share["tokens"], share["loss_mask"]
     losses = model(tokens, share["position_ids"], None, labels=share["labels"], packed_seq_params=packed)
@@ -253,7 +266,8 @@ def test_recurrent_layers(pattern):
         check(2, [Packed(cp=2, **kind, **ONE)], run=functools.partial(_hybrid, run=run, pattern=pattern), **reference)
 
 
-DYNAMIC = functools.partial(Packed, tree=True, padded_for=1, over_all=True, documents=(1, 70, 2, 9, 0, 3, 16, 5), **ONE)
+UNEVEN = (1, 70, 2, 9, 0, 3, 16, 5)
+DYNAMIC = functools.partial(Packed, tree=True, padded_for=1, over_data=True, documents=UNEVEN, **ONE)
 
 
 @pytest.mark.parametrize("cp", [1, 2])
@@ -269,3 +283,35 @@ def test_documents_over_data_and_context_ranks(cp):
 def test_recurrent_layers_over_data_and_context_ranks(pattern, cp):
     reference = dict(reference=alone, run_reference=functools.partial(_hybrid, run=each_alone, pattern=pattern))
     check(4, [DYNAMIC(cp=cp)], run=functools.partial(_hybrid, run=dispatched, pattern=pattern), **reference)
+
+
+def _of_a_script(rank, world):
+    """What Megatron-LM's get_batch gets with --dispatch-documents, where the other data rank has other documents."""
+    import sys
+    import types
+    from unittest import mock
+
+    from megatron.core import utils
+
+    from megatron_tree.integrations import megatron as tree
+    from megatron_tree.integrations.megatron.megatron_lm import dispatched_batches
+
+    arguments = types.SimpleNamespace(
+        calculate_per_token_loss=True, sequence_parallel=True, tensor_model_parallel_size=3
+    )
+    scripts = {"megatron.training.global_vars": types.SimpleNamespace(_GLOBAL_ARGS=arguments)}
+    with megatron(tp=1, pp=1, cp=1), mock.patch.dict(sys.modules, scripts), dispatched_batches():
+        batch, begins = _of_data_rank(*one_row(DYNAMIC()))
+        share, packed = utils.get_thd_batch_on_this_cp_rank(batch, begins, begins, torch.tensor([70]))
+        want, _ = tree.dispatch_batch(batch, begins, over_data=True, multiple_of=3)
+        assert all(map(torch.equal, share.values(), want.values()))
+        with pytest.raises(ValueError, match="leave cp_group out"):
+            tree.dispatch_batch(batch, begins, over_data=True, cp_group=dist.group.WORLD)
+        arguments.calculate_per_token_loss = False
+        with pytest.raises(ValueError, match="add --calculate-per-token-loss"):
+            utils.get_thd_batch_on_this_cp_rank(batch, begins, None, torch.tensor([70]))
+    return packed.layout.lengths, share["tokens"].shape[1]
+
+
+def test_batches_of_a_script():
+    assert run_distributed(_of_a_script, 2) == [(UNEVEN, 54)] * 2

@@ -10,6 +10,7 @@ steps change in the weights must agree.
 
 import dataclasses
 import functools
+import itertools
 import re
 import zlib
 
@@ -42,6 +43,9 @@ class Run:
     dtype: torch.dtype = torch.float32
     loss_scale: float | None = None  # the first one; fp16 only
     skipped: tuple = ()  # (step, global rank): that rank gets an infinite gradient, so nobody takes this step
+    documents: tuple = ()
+    """Of each microbatch the lengths of its documents, which are dispatched over all ranks; none: rows of a batch."""
+    mla: bool = False
     config: tuple = ()
     """Further options of the TransformerConfig: (name, value) pairs."""
 
@@ -50,11 +54,12 @@ def plain(run):
     """The same model in fp32 on one rank."""
     of_layouts = ("recompute", "sequence_parallel", "overlap_p2p", "batch_p2p", "calculate_per_token_loss")
     config = tuple(pair for pair in run.config if not pair[0].startswith(of_layouts))
-    return Run(num_layers=run.num_layers, micro_batch=run.micro_batch, skipped=run.skipped, config=config)
+    same = {name: getattr(run, name) for name in ("num_layers", "micro_batch", "skipped", "documents", "mla")}
+    return Run(config=config, **same)
 
 
 def config_of(run):
-    case = Case(tp=run.tp, pp=run.pp, cp=run.cp, num_heads=4, dtype=run.dtype)
+    case = Case(tp=run.tp, pp=run.pp, cp=run.cp, num_heads=4, dtype=run.dtype, mla=run.mla)
     layout = {
         "virtual_pipeline_model_parallel_size": run.vp,
         "expert_model_parallel_size": run.ep,
@@ -75,7 +80,7 @@ def build_chunks(run, config):
     for stage in range(run.vp or 1):
         vp = {"vp_stage": stage if run.vp else None}
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", **vp)
-        if run.cp > 1:
+        if run.cp > 1 or run.documents:
             spec = tree.use_tree_attention(spec)
         if config.sequence_parallel:
             spec = tree.use_sequence_parallel_norm(spec)
@@ -92,9 +97,11 @@ def build_chunks(run, config):
             **vp,
         )
         cores = {type(module).__name__ for name, module in model.named_modules() if name.endswith(".core_attention")}
-        assert cores == {"DotProductAttention" if run.cp == 1 else "TreeDotProductAttention"}
+        assert cores == {"TreeDotProductAttention" if run.cp > 1 or run.documents else "DotProductAttention"}
         for name, parameter, cut in whole_names(run, [model]):
             parameter.data.copy_(cut(whole_weight(name, parameter, cut)))
+        if run.documents:
+            tree.use_dispatched_documents(model)
         chunks.append(model if run.dtype == torch.float32 else Float16Module(config, model))
     return chunks
 
@@ -156,15 +163,16 @@ def train_plainly(run):
     (model,) = build_chunks(run, config_of(run))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPS, weight_decay=0.0)
     result = {"losses": [], "norms": [], "gradients": {}, "weights": {}}
-    num_tokens = GLOBAL_BATCH * SEQ_LENGTH
     for step in range(STEPS):
         optimizer.zero_grad()
-        batch, total = global_batch(step), 0.0
-        for rows in torch.arange(GLOBAL_BATCH).split(run.micro_batch):
-            tokens, labels, positions = (batch[name][rows] for name in ("tokens", "labels", "positions"))
-            loss = model(tokens, positions, None, labels=labels).sum()
+        for router in filter(lambda module: hasattr(module, "reset_global_aux_loss_tracker"), model.modules()):
+            router.reset_global_aux_loss_tracker()  # as Megatron's finalize_model_grads does it
+        total = num_tokens = 0.0
+        for batch in microbatches(run, step, of_all=True):
+            losses, loss = _forward_step(iter([batch]), model)
+            loss, count, _ = loss(losses)
             loss.backward()
-            total += float(loss.detach())
+            total, num_tokens = total + float(loss.detach()), num_tokens + float(count)
         for parameter in model.parameters():
             parameter.grad /= num_tokens
         if step == 0:
@@ -244,26 +252,40 @@ def train(run):
     return result, {name: cut for name, _, cut in whole_names(run, chunks)}
 
 
-def microbatches(run, step):
-    """This rank's share of the global batch: over data-parallel ranks by rows, over cp as Megatron does it."""
+def microbatches(run, step, *, of_all=False):
+    """This rank's share of the global batch: over data-parallel ranks by rows, over cp as Megatron does it, and of
+    documents over all of them; of_all: the whole of it."""
     from megatron.core import parallel_state
     from megatron.core.utils import get_batch_on_this_cp_rank
 
-    dp_rank, dp = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    if run.documents:
+        group = None if of_all else parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return [_dispatched(lengths, 10 * step + i, group) for i, lengths in enumerate(run.documents)]
+    place = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    dp_rank, dp = (0, 1) if of_all else place
     rows = torch.arange(GLOBAL_BATCH).view(-1, dp, run.micro_batch)[:, dp_rank]  # [microbatch, row]
     batch = global_batch(step)
     return [get_batch_on_this_cp_rank({name: x[some] for name, x in batch.items()}) for some in rows]
 
 
+def _dispatched(lengths, seed, group):
+    text = torch.randint(0, VOCAB, (1, sum(lengths) + 1), generator=torch.Generator().manual_seed(seed))
+    batch = {"tokens": text[:, :-1], "labels": text[:, 1:], "loss_mask": torch.ones(1, sum(lengths))}
+    batch, packed = tree.dispatch_batch(batch, [0, *itertools.accumulate(lengths)], cp_group=group)
+    return {**batch, "positions": batch["position_ids"], "packed_seq_params": packed}
+
+
 def _forward_step(iterator, model):
     batch = next(iterator)
-    losses = model(batch["tokens"], batch["positions"], None, labels=batch["labels"])
-    return losses, _loss
+    packed = {"packed_seq_params": batch["packed_seq_params"]} if "packed_seq_params" in batch else {}
+    losses = model(batch["tokens"], batch["positions"], None, labels=batch["labels"], **packed)
+    return losses, functools.partial(_loss, mask=batch.get("loss_mask"))
 
 
-def _loss(losses):
-    total = losses.float().sum()
-    return total, torch.tensor(losses.numel(), dtype=torch.int), (total.detach().clone(), losses.numel())
+def _loss(losses, mask):
+    count = losses.numel() if mask is None else int(mask.sum())
+    total = (losses.float() if mask is None else losses.float() * mask).sum()
+    return total, torch.tensor(count, dtype=torch.int), (total.detach().clone(), count)
 
 
 def mean_loss(outputs):

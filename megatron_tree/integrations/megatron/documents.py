@@ -7,7 +7,9 @@ reads it, and the table of the embedding is laid out accordingly.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +19,15 @@ from torch import Tensor
 
 from ... import comm
 from ...attention.sequences import dispatch_documents, shard_sequence
-from ...layout import Dispatched, document_positions, documents_over, packed_layout, shard_positions
+from ...config import default_config
+from ...layout import (
+    Dispatched,
+    document_bounds,
+    document_positions,
+    documents_over,
+    packed_layout,
+    shard_positions,
+)
 from . import compat
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
@@ -75,12 +85,13 @@ def check_cut(packed: Any, cp_group: Any) -> None:
 
 
 def dispatch_batch(
-    batch: dict[str, Any], cu_seqlens: Any, *, cp_group: Any = None, multiple_of: int = 1
+    batch: dict[str, Any], cu_seqlens: Any, *, cp_group: Any = None, over_data: bool = False, multiple_of: int = 1
 ) -> tuple[dict[str, Any], TreePackedSeqParams]:
     """This rank's share of a packed batch, with short documents whole on one rank; no document needs padding.
 
     Replaces Megatron's `get_thd_batch_on_this_cp_rank`, for a model that went through `use_dispatched_documents`. All
-    ranks of cp_group pass the whole batch.
+    ranks of cp_group pass the whole batch. Ranks have different numbers of documents' tokens, so the loss is right with
+    `calculate_per_token_loss`.
 
     Args:
         batch: tensors [1, t]; tokens, labels, loss_mask and position_ids are cut (padding rows get 0), others are
@@ -89,21 +100,47 @@ def dispatch_batch(
         cp_group: the ranks that share this batch, a process group or 1-D DeviceMesh; default: Megatron's
             context-parallel group. With another one, such as all data- and context-parallel ranks, attention and
             recurrent layers of this batch run over those.
+        over_data: the batch is that of a data-parallel rank. The batches of all of them are gathered, and dispatched
+            over all data- and context-parallel ranks of Megatron's parallel state. Collective.
         multiple_of: each rank's rows are a multiple of this and of 2; with sequence parallelism the tensor-parallel
             size.
     Returns: the batch, and the `packed_seq_params` to call the model with.
-    Raises: ValueError for bad boundaries, or tensors of another length.
+    Raises: ValueError for bad boundaries, tensors of another length, and over_data with a cp_group.
     """
-    group = compat.context_parallel_group() if cp_group is None else comm.process_group(cp_group)
-    layout = dispatch_documents(cu_seqlens, group, multiple_of=math.lcm(2, multiple_of))
     tensors = {name: batch[name] for name in SHARDED if batch.get(name) is not None}
     if not tensors:
         raise ValueError(f"batch has entries {sorted(batch)}: one of {', '.join(SHARDED)} is needed")
+    if over_data and cp_group is not None:
+        raise ValueError("over_data=True takes all data- and context-parallel ranks: leave cp_group out")
+    if over_data:
+        of_data, cp_group = compat.data_groups()
+        tensors, cu_seqlens = _gathered(tensors, document_bounds("cu_seqlens", cu_seqlens), of_data)
+    group = compat.context_parallel_group() if cp_group is None else comm.process_group(cp_group)
+    layout = dispatch_documents(cu_seqlens, group, multiple_of=math.lcm(2, multiple_of))
     device = next(iter(tensors.values())).device
     positions = document_positions(layout, comm.group_rank(group), comm.group_size(group), device=device)
     share = {name: shard_sequence(x, group, 1, layout, padding=SHARDED[name]) for name, x in tensors.items()}
     share.setdefault("position_ids", positions[None])
     return {**batch, **share}, TreePackedSeqParams.of(layout, positions, device, group)
+
+
+def _gathered(
+    tensors: dict[str, Tensor], bounds: tuple[int, ...], group: Any
+) -> tuple[dict[str, Tensor], tuple[int, ...]]:
+    """Tensors [1, t] of packed documents, and their boundaries: those of all ranks one after another. Collective."""
+    config = default_config()
+    with comm.collective_call("dispatch_batch", group, config) as call:
+        for name, x in tensors.items():
+            if x.shape != (1, bounds[-1]):
+                raise ValueError(f"{name} has the shape {list(x.shape)}: cu_seqlens gives [1, {bounds[-1]}]")
+        call.agree(**{name: x.dtype for name, x in tensors.items()})
+        lengths = torch.tensor(bounds, device=next(iter(tensors.values())).device).diff()
+        sizes = lengths.new_tensor([[len(lengths), bounds[-1]]])
+        num_documents, num_tokens = comm.gather_sequence(sizes, group, timeout_s=config.timeout_s).T.tolist()
+        lengths = comm.gather_rows(lengths, num_documents, group, timeout_s=config.timeout_s)
+        gather = functools.partial(comm.gather_rows, counts=num_tokens, group=group, timeout_s=config.timeout_s)
+        whole = {name: gather(x[0].contiguous())[None] for name, x in tensors.items()}
+    return whole, (0, *itertools.accumulate(lengths.tolist()))
 
 
 def use_dispatched_documents(model: Any) -> Any:

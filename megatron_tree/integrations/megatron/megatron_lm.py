@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import os
 import runpy
@@ -18,9 +19,11 @@ import torch
 
 from . import compat
 from .cpu import megatron_on_cpu
+from .documents import dispatch_batch
 from .norm import SequenceParallelNorm
 from .spec import install
 
+DISPATCH = "--dispatch-documents"
 # Options that Megatron-LM's parser needs on CPU ranks. An option counts as given if the user set it, to whatever value.
 CPU_OPTIONS = {
     "--distributed-backend": "gloo",
@@ -36,7 +39,8 @@ CPU_OPTIONS = {
 def run_script(script: Path, arguments: list[str]) -> None:
     """Run a script of Megatron-LM as `python script arguments` would, with `install()` before it.
 
-    Without a GPU it runs on the CPU: options in CPU_OPTIONS that `arguments` lacks are added, and printed. Put the
+    With the option --dispatch-documents, packed batches are those of `dispatched_batches`. Without a GPU the script
+    runs on the CPU: options in CPU_OPTIONS that `arguments` lacks are added, and printed. Put the
     script's folder first on `sys.path` before megatron_tree is imported: then `megatron.core` is that of its checkout.
 
     Raises: UnsupportedMegatronError for a release that lacks what is needed; whatever the script raises.
@@ -44,18 +48,40 @@ def run_script(script: Path, arguments: list[str]) -> None:
     install()
     compat.name_missing_transformer_engine()
     _let_dataset_helpers_compile()
+    dispatches = DISPATCH in arguments
+    arguments = [argument for argument in arguments if argument != DISPATCH]
     given, added = {argument.partition("=")[0] for argument in arguments}, []
     if not torch.cuda.is_available():
         missing = ([name, value] for name, value in CPU_OPTIONS.items() if name not in given)
         added = [word for option in missing for word in option if word is not None]
     if added and os.environ.get("RANK", "0") == "0":
         print(f"no GPU: the ranks run on the CPU, with these options added: {' '.join(added)}", flush=True)
-    with megatron_lm_on_cpu(), mock.patch.object(sys, "argv", [str(script), *arguments, *added]):
+    batches = dispatched_batches() if dispatches else contextlib.nullcontext()
+    with megatron_lm_on_cpu(), batches, mock.patch.object(sys, "argv", [str(script), *arguments, *added]):
         try:
             runpy.run_path(str(script), run_name="__main__")
         except ModuleNotFoundError as error:
             error.add_note(f"Megatron-LM's scripts need more packages than megatron-core: pip install {error.name}")
             raise
+
+
+@contextlib.contextmanager
+def dispatched_batches() -> Iterator[None]:
+    """Scripts that cut packed batches (`--sft`) dispatch those of all data ranks over all data- and context-parallel
+    ranks, by `dispatch_batch`. Raises: ValueError without --calculate-per-token-loss, at the first batch."""
+    utils = importlib.import_module("megatron.core.utils")
+    with mock.patch.object(utils, "get_thd_batch_on_this_cp_rank", _dispatch):
+        yield
+
+
+def _dispatch(batch: dict, cu_seqlens: Any, cu_seqlens_padded: Any, max_seqlen: Any) -> tuple[dict, Any]:
+    """Has the signature of Megatron's `get_thd_batch_on_this_cp_rank`. A document's padding stays with it."""
+    args = compat.megatron_lm_arguments()
+    if not args.calculate_per_token_loss:
+        raise ValueError(f"{DISPATCH}: ranks have different numbers of labels; add --calculate-per-token-loss")
+    multiple_of = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    bounds = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+    return dispatch_batch(batch, bounds, over_data=True, multiple_of=multiple_of)
 
 
 @contextlib.contextmanager

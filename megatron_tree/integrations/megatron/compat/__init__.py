@@ -10,6 +10,7 @@ from .call import (
     batch_on_this_cp_rank,
     context_parallel_group,
     cuts_packed_rows_as_a_whole,
+    data_groups,
     group_of_batch,
     hierarchical_sizes,
     layer_groups,
@@ -50,5 +51,6 @@ from .release import (
     hide_import_notices,
     is_patched,
     lookup,
+    megatron_lm_arguments,
     megatron_version,
 )

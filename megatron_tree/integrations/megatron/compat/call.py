@@ -87,6 +87,13 @@ def context_parallel_group(module: Any = None) -> Any:
     return getattr(groups, "cp", None) or parallel_state.get_context_parallel_group()
 
 
+def data_groups() -> tuple[Any, Any]:
+    """(data-parallel group, that of data and context parallelism) of Megatron's parallel state."""
+    parallel_state = importlib.import_module("megatron.core.parallel_state")
+    data_group = parallel_state.get_data_parallel_group
+    return data_group(), data_group(with_context_parallel=True)
+
+
 def group_of_batch(packed_seq_params: Any, cp_group: Any) -> Any:
     """The ranks that a batch names (hybrid or dynamic context parallelism), else cp_group; None for one rank."""
     if getattr(packed_seq_params, "local_cp_size", None) == 1:
