@@ -3,7 +3,8 @@
     @pytest.mark.supports("packed sequences (thd)", with_="cp = 2, 4; causal")    # what a passing test shows
     @pytest.mark.refuses("cp_comm_type of another name", when="the model is built")    # what raises, and when
 
-Tests with the same feature share a row, and so do features with the same tests. Name a feature as users of Megatron
+Tests with the same feature share a row, and so do features with the same tests. What begins with the name of one of
+COLUMNS ("images: training; cp = 2") stands in that column. Name a feature as users of Megatron
 or Transformers do (its option in brackets); `with_` says briefly what it ran with. After a change of marks:
 
     python tests/support_matrix.py         # writes the tables between the two comment lines of both pages
@@ -20,6 +21,7 @@ TESTS = Path(__file__).resolve().parent
 MEGATRON, HUGGING_FACE = (TESTS.parent / "docs" / name for name in ("megatron.md", "huggingface.md"))
 HUGGING_FACE_FOLDERS = {"transformers", "deepspeed"}
 COLLECTED = pytest.StashKey()  # all tests of a session, also those that -m and -k leave out
+COLUMNS = ("images: generation", "images: training")
 BEGIN, END = "<!-- support matrix: begin -->\n", "\n<!-- support matrix: end -->"
 
 
@@ -38,19 +40,29 @@ def marked_files():
     return pages
 
 
+def _placed(with_):
+    """(column, condition) of a mark."""
+    column, _, condition = with_.partition("; ")
+    return (column, condition) if column in COLUMNS else ("tested with", with_)
+
+
 def tables(items):
     """The Markdown of what the marks of these tests say."""
-    supported, refused = {}, {}  # {feature: conditions}, {when: features}; a dict keeps the order and drops repetitions
+    # {feature: {column: conditions}}, {when: features}; a dict keeps the order and drops repetitions
+    supported, refused = {}, {}
     for item in items:
         for mark in reversed(list(item.iter_markers("supports"))):
-            supported.setdefault(*mark.args, {})[mark.kwargs["with_"]] = None
+            column, condition = _placed(mark.kwargs["with_"])
+            supported.setdefault(*mark.args, {}).setdefault(column, {})[condition] = None
         for mark in item.iter_markers("refuses"):
             refused.setdefault(mark.kwargs["when"], {})[mark.args[0]] = None
-    rows = {}  # {conditions: features}
+    columns = ["tested with", *(name for name in COLUMNS if any(name in found for found in supported.values()))]
+    rows = {}  # {conditions in each column: features}
     for feature in sorted(supported, key=str.lower):
-        rows.setdefault("<br>".join(supported[feature]), []).append(feature)
-    lines = ["| supported | tested with |", "| --- | --- |"]
-    lines += [f"| {'; '.join(features)} | {conditions} |" for conditions, features in rows.items()]
+        found = supported[feature]
+        rows.setdefault(tuple("<br>".join(found.get(name, ())) for name in columns), []).append(feature)
+    lines = ["| " + " | ".join(["supported", *columns]) + " |", "| --- " * (1 + len(columns)) + "|"]
+    lines += [f"| {'; '.join(features)} | {' | '.join(conditions)} |" for conditions, features in rows.items()]
     lines += ["", "| ValueError when | for |", "| --- | --- |"]
     lines += [f"| {when} | {'; '.join(sorted(refused[when], key=str.lower))} |" for when in sorted(refused)]
     return "\n".join(lines)

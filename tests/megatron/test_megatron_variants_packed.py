@@ -20,6 +20,7 @@ from support.megatron_models import (
     gradients_over_cp,
     megatron,
     mtp_losses,
+    multimodal_positions,
     reference_of,
     schedules,
 )
@@ -46,13 +47,18 @@ def text_of(case):
     return [torch.randint(0, VOCAB, (n + 1,), generator=generator) for n in case.documents]
 
 
+def positions_of(case, length):
+    """Of one document: [1, length] or, for multimodal embeddings, [3, 1, length]."""
+    return multimodal_positions(1, length) if case.positions == "mrope" else torch.arange(length)[None]
+
+
 def each_alone(case, build=build_model):
     """(losses, gradients) of the model that gets one document after another."""
     model, losses = build(case), []
     for text in text_of(case):
         if len(text) > 1:
             with mtp_losses() as further:
-                first = model(text[None, :-1], torch.arange(len(text) - 1)[None], None, labels=text[None, 1:])
+                first = model(text[None, :-1], positions_of(case, len(text) - 1), None, labels=text[None, 1:])
             first.sum().backward()
             losses.append(torch.stack((first.detach(), *further))[:, 0])
     return torch.cat(losses, 1), gradients_over_cp(model)
@@ -101,7 +107,10 @@ def one_row(case):
     text = [x for x in text_of(case) if len(x) > 1]
     tokens, labels = torch.cat([x[:-1] for x in text])[None], torch.cat([x[1:] for x in text])[None]
     begins = torch.tensor([0, *itertools.accumulate(case.documents)], dtype=torch.int32)
-    return {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(tokens.shape)}, begins
+    batch = {"tokens": tokens, "labels": labels, "loss_mask": torch.ones(tokens.shape)}
+    if case.positions == "mrope":
+        batch["position_ids"] = torch.cat([positions_of(case, n) for n in case.documents], -1)
+    return batch, begins
 
 
 def _of_data_rank(batch, begins):
@@ -195,15 +204,17 @@ def test_packed_documents(cp):
     check_packed(cp, [case(**kind) for kind in kinds])
 
 
+MROPE = {"positions": "mrope", "extra": options(mrope_section=[1, 1, 2])}
 RECOMPUTED = options(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
 @pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.supports("multimodal rotary embeddings (mrope)", with_="packed sequences (thd), dispatched; cp = 2")
 @pytest.mark.supports("packed sequences (thd)", with_="dispatched; cp = 2; MLA, windows, sinks")
 def test_dispatched_documents(cp):
     case = functools.partial(Packed, cp=cp, tree=True, padded_for=3, **ONE)
     kinds = [{}, {"extra": WINDOW}, {"mla": True}, {"mla": True, "extra": options(rope_type="yarn")}]
-    kinds += [{"extra": RECOMPUTED}, {"mla": True, "extra": RECOMPUTED}, {"cp_comm_type": "a2a"}]
+    kinds += [{"extra": RECOMPUTED}, {"mla": True, "extra": RECOMPUTED}, {"cp_comm_type": "a2a"}, MROPE]
     check(cp, [case(**kind) for kind in kinds], run=dispatched, reference=alone, run_reference=each_alone)
 
 
@@ -230,6 +241,12 @@ def _unprepared(rank, world):
         said.append(str(error.value))
         with pytest.raises(ValueError, match=r"batch has entries \['text'\]"):
             tree.dispatch_batch({"text": 1}, begins)
+        model = tree.use_dispatched_documents(build_model(dataclasses.replace(case, **MROPE)))
+        with pytest.raises(ValueError, match=r"position_ids \[1, 24\]: multimodal .* need those of time"):
+            model(share["tokens"], share["position_ids"], None, packed_seq_params=packed)
+        whole = type(packed).of(packed.layout, None, "cpu")  # as of inter-document masking
+        with pytest.raises(ValueError, match="position_embedding_type='mrope' needs .* cut one by one"):
+            model(share["tokens"], share["position_ids"], None, packed_seq_params=whole)
     return said
 
 
@@ -274,6 +291,7 @@ DYNAMIC = functools.partial(Packed, tree=True, padded_for=1, over_data=True, doc
 @pytest.mark.supports("packed sequences (thd)", with_="dispatched over data x context ranks, 4 x 1 and 2 x 2; MLA")
 def test_documents_over_data_and_context_ranks(cp):
     kinds = [{}, {"extra": WINDOW}, {"mla": True}, {"mla": True, "extra": RECOMPUTED}, {"cp_comm_type": "a2a"}]
+    kinds += [MROPE]
     cases = [DYNAMIC(cp=cp, **kind) for kind in kinds]
     check(4, cases, run=dispatched, reference=alone, run_reference=each_alone)
 

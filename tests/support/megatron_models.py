@@ -207,12 +207,12 @@ def whole_batch(case):
     return {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous(), "positions": positions}
 
 
-def multimodal_positions(case):
+def multimodal_positions(batch, length=SEQ_LENGTH):
     """Time, height and width [3, b, s]: in each row text, then an image of another size."""
-    positions = torch.arange(SEQ_LENGTH).repeat(3, case.batch, 1)
-    for row in range(case.batch):
+    positions = torch.arange(length).repeat(3, batch, 1)
+    for row in range(batch):
         start, columns = 5 + row, 3 + row
-        pixels = torch.arange(SEQ_LENGTH - start)
+        pixels = torch.arange(max(0, length - start))
         image = torch.stack((torch.zeros_like(pixels), pixels // columns, pixels % columns))
         positions[:, row, start:] = start + image
     return positions
@@ -255,7 +255,7 @@ def forward_backward(case, build=None):
 
     batch = compat.batch_on_this_cp_rank(whole_batch(case))
     if case.positions == "mrope":  # its embedding takes those of the whole sequence
-        batch["positions"] = multimodal_positions(case)
+        batch["positions"] = multimodal_positions(case.batch)
 
     def forward_step(iterator, model):
         batch = next(iterator)

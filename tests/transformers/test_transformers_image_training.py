@@ -11,6 +11,7 @@ from support.ranks import run_distributed
 pytest.importorskip("transformers")
 
 from megatron_tree.integrations import transformers as tree_hf
+from megatron_tree.integrations.transformers.images import MODELS
 from support.hf_images import CONFIGS, batches, image_model, video_batch
 from support.hf_models import tiny_model
 
@@ -72,14 +73,22 @@ def test_training_on_four_ranks(name):
     run_distributed(_trained, 4, name)
 
 
+def test_every_model_is_tested():
+    assert CONFIGS.keys() == MODELS.keys()
+
+
 def _videos(rank, world, name):
     _check(image_model(name), name, "video")
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.supports(f"`{name}`", with_="videos: training; 2 ranks"))
-    for name in ("qwen2_5_vl", "qwen3_vl")
-])  # fmt: skip
+def _video_marks(name):
+    marks = [pytest.mark.supports(f"`{name}`", with_="images: training; also videos; 2 ranks")]
+    return marks if name in ("qwen2_5_vl", "qwen3_vl") else [*marks, pytest.mark.slow]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=_video_marks(name)) for name in CONFIGS if MODELS[name].videos]
+)
 def test_videos(name):
     run_distributed(_videos, 2, name)
 

@@ -95,7 +95,7 @@ def dispatch_batch(
 
     Args:
         batch: tensors [1, t]; tokens, labels, loss_mask and position_ids are cut (padding rows get 0), others are
-            returned as they are. Missing position_ids are made.
+            returned as they are. Missing position_ids are made; those of multimodal rotary embeddings are [3, 1, t].
         cu_seqlens: int32 [n + 1], from 0 to t: boundaries of the documents, without padding.
         cp_group: the ranks that share this batch, a process group or 1-D DeviceMesh; default: Megatron's
             context-parallel group. With another one, such as all data- and context-parallel ranks, attention and
@@ -119,7 +119,7 @@ def dispatch_batch(
     layout = dispatch_documents(cu_seqlens, group, multiple_of=math.lcm(2, multiple_of))
     device = next(iter(tensors.values())).device
     positions = document_positions(layout, comm.group_rank(group), comm.group_size(group), device=device)
-    share = {name: shard_sequence(x, group, 1, layout, padding=SHARDED[name]) for name, x in tensors.items()}
+    share = {name: shard_sequence(x, group, -1, layout, padding=SHARDED[name]) for name, x in tensors.items()}
     share.setdefault("position_ids", positions[None])
     return {**batch, **share}, TreePackedSeqParams.of(layout, positions, device, group)
 
@@ -152,8 +152,8 @@ def use_dispatched_documents(model: Any) -> Any:
     Args:
         model: a GPTModel or MambaModel with tree attention, also wrapped, or a list of model chunks. It is changed.
     Returns: the model.
-    Raises: ValueError for multi-token prediction, multimodal rotary embeddings, and recurrent layers whose cp_comm_type
-        has no tree, which need documents cut one by one.
+    Raises: ValueError for multi-token prediction, and recurrent layers whose cp_comm_type has no tree, which need
+        documents cut one by one.
     """
     for chunk in model if isinstance(model, (list, tuple)) else [model]:
         for module in chunk.modules():
@@ -172,13 +172,13 @@ def watch_batches(model: Any) -> None:
             _tell_embedding(module)
 
 
-def _refuse(module: Any) -> None:
-    refused = None
+def _refuse(module: Any, packed: TreePackedSeqParams | None = None) -> None:
+    refused, cut_as_a_whole = None, packed is not None and packed.positions is None
     if compat.is_recurrent(module) and not getattr(module, "has_tree", False):
         refused = f"{type(module).__name__} (a layer with a recurrent state, and a cp_comm_type without a tree)"
     elif number := getattr(getattr(module, "config", None), "mtp_num_layers", None):
         refused = f"mtp_num_layers={number}"
-    elif getattr(module, "position_embedding_type", None) == "mrope":
+    elif cut_as_a_whole and getattr(module, "position_embedding_type", None) == "mrope":
         refused = "position_embedding_type='mrope'"
     if refused:
         raise ValueError(
@@ -195,15 +195,26 @@ class _LaidOutEmbedding:
         self.packed: TreePackedSeqParams | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._forward(*args, **kwargs)
         if self.packed is None or self.packed.positions is None:
-            return result
+            return self._forward(*args, **kwargs)
+        if isinstance(args[0], Tensor):  # multimodal: positions, whose table is cut zigzag
+            if args[0].dim() != 3:
+                raise ValueError(
+                    f"position_ids {list(args[0].shape)}: multimodal rotary embeddings (mrope) need those of time, "
+                    "height and width, [3, 1, t] in the batch for dispatch_batch"
+                )
+            kwargs["cp_group"] = self._group
+            return self._lay_out(self._forward(self._lay_out(args[0], 2), *args[1:], **kwargs), 0)
+        result = self._forward(*args, **kwargs)
         table, *rest = result if isinstance(result, tuple) else (result,)
-        rows = table[self.packed.positions]
-        world, rank = comm.group_size(self._group), comm.group_rank(self._group)
-        laid_out = rows.new_zeros(world * len(rows), *rows.shape[1:])
-        laid_out[shard_positions(len(laid_out), rank, world, device=rows.device)] = rows
+        laid_out = self._lay_out(table[self.packed.positions], 0)
         return (laid_out, *rest) if isinstance(result, tuple) else laid_out
+
+    def _lay_out(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's rows in a sequence that is cut zigzag; the others' are 0."""
+        world, rank, n = comm.group_size(self._group), comm.group_rank(self._group), x.shape[dim]
+        rows = shard_positions(world * n, rank, world, device=x.device)
+        return x.new_zeros(*x.shape[:dim], world * n, *x.shape[dim + 1 :]).index_copy_(dim, rows, x)
 
 
 def _tell_embedding(module: Any) -> None:
@@ -218,7 +229,7 @@ def _tell_embedding(module: Any) -> None:
             embedding.forward.packed = packed
         if packed is None:
             return None
-        _refuse(module)
+        _refuse(module, packed)
         packed.embedded = True
         packed.show_to(compat.context_parallel_group(module))
         call.arguments["packed_seq_params"] = packed
