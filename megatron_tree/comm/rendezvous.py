@@ -65,6 +65,17 @@ def start_default_group(backend: str, *, timeout_s: float, **options: Any) -> No
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit, **options)
 
 
+def host_store() -> dist.TCPStore:
+    """The store of ranks that this process is about to start on this machine, on a free port of 127.0.0.1.
+
+    They join it with TORCHELASTIC_USE_AGENT_STORE=True. It is closed when it is no longer referenced.
+    """
+    listener = _listen("127.0.0.1", 0)
+    with socket.socket(fileno=os.dup(listener)) as copy:
+        port = copy.getsockname()[1]
+    return dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listener)
+
+
 def _is_address(text: str) -> bool:
     try:
         ipaddress.ip_address(text)

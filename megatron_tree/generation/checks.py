@@ -22,6 +22,8 @@ def check_request(
         raise ValueError(f"n={request.n!r} must be from 1 to max_rows={max_rows}: ask for fewer answers")
     if request.row is not None and request.n > 1:
         raise ValueError(f"n={request.n}: a request with a row of its own has one answer")
+    if request.begun:
+        _check_begun(request)
     for name in ("stop_token_ids", "logit_bias"):
         value = getattr(params, name)
         if any(token >= runner.vocab_size for token in value):
@@ -48,6 +50,16 @@ def check_request(
             "give the cache more memory"
         )
     return prompt
+
+
+def _check_begun(request: Request) -> None:
+    if len(request.begun) != request.n or request.row is not None:
+        raise ValueError(f"begun: {len(request.begun)} answers of n={request.n}, which have no row of their own")
+    going = [tokens for tokens in request.begun if tokens is not None]
+    if not going or not all(0 < len(tokens) < request.sampling.max_tokens for tokens in going):
+        raise ValueError("begun: an answer that goes on has one token or more, and fewer than max_tokens")
+    if request.sampling.temperature > 0 and request.sampling.seed is None:
+        raise ValueError("begun: sampled answers go on with their seed: pass the one that they were begun with")
 
 
 def prompt_tensor(prompt: Sequence[int] | Tensor, vocab_size: int) -> Tensor:

@@ -45,6 +45,9 @@ class Request:
     """Answers to the prompt, sampled independently."""
     row: KeptRow | None = None
     """Use this row of the cache and leave it there; one request at a time, with n=1."""
+    begun: Sequence[Sequence[int] | None] = ()
+    """The tokens of each answer, one or more, if another scheduler began them: they go on from there, and only what
+    follows is sent. None: the answer has ended."""
 
 
 class Usage(NamedTuple):
@@ -142,6 +145,13 @@ class ActiveAnswer:
         if not self.request.begun:
             self.request.num_cached = length
 
+    def resume(self, tokens: Sequence[int]) -> None:
+        """It has these tokens; their text was sent."""
+        self.tokens, self.token = list(tokens), tokens[-1]
+        self.sampler.replay(tokens)
+        for token in tokens:
+            self.stopper.add(token)
+
     def lose_row(self) -> None:
         """Its token that no plan holds is still to come first."""
         self.handle, self.length = None, 0
@@ -202,9 +212,14 @@ class ServedRequest:
             sampler = Sampler(self.params, prompt, sample=i, matcher=matcher)
             stopper = Stopper(tokenizer, self.params, end_tokens)
             self.answers.append(ActiveAnswer(request=self, index=i, sampler=sampler, stopper=stopper))
-        self.unfinished = self.answers
-        self.begun = False
+        self.begun = bool(request.begun)
         """Whether the prompt has been run: every answer has a token, and each goes on in a row of its own."""
+        for answer, tokens in zip(self.answers, request.begun):
+            if tokens is None:
+                answer.finished = True
+            else:
+                answer.resume(tokens)
+        self.unfinished = [answer for answer in self.answers if not answer.finished]
 
     @property
     def num_rows(self) -> int:

@@ -57,7 +57,7 @@ class Room:
 
         Raises: `TreeError` if there never will be.
         """
-        if self._answers_without() or not self._give_row(request.answers[0]):
+        if self._answers_without() or not self._give_row(request.unfinished[0]):
             return False
         self.served.append(request)
         return True

@@ -67,6 +67,19 @@ class Sampler:
         """The number that chooses the next token, fp64 from 0 to 1."""
         return torch.rand((), generator=self._generator, dtype=torch.float64)
 
+    def replay(self, tokens: Sequence[int]) -> None:
+        """Be as after these choices of an equal sampler."""
+        for token in tokens:
+            if self.params.temperature > 0:
+                self.draw()
+            self._note(token)
+
+    def _note(self, token: int) -> None:
+        if self._matcher is not None:
+            self._matcher.take(token)
+        if self._processors:
+            self._tokens = torch.cat((self._tokens, torch.tensor([token])))
+
     def choose(self, logits: Tensor) -> Choice:
         """The next token after logits fp32 [vocab], which hold a finite largest value. Raises: `TreeError` where
         penalties or the temperature make them overflow."""
@@ -77,10 +90,7 @@ class Sampler:
         if not math.isfinite(largest := scores.max().item()):
             raise _not_finite(largest)
         token = int(scores.argmax()) if self.params.temperature == 0 else _draw(scores, self.draw()[None])[0]
-        if self._matcher is not None:
-            self._matcher.take(token)
-        if self._processors:
-            self._tokens = torch.cat((self._tokens, torch.tensor([token])))
+        self._note(token)
         if self.params.logprobs is None:
             return Choice(token)
         return with_logprobs(logits[None], [token], self.params.logprobs)[0]

@@ -40,9 +40,10 @@ def serve(argv: list[str]) -> int:
     from .http.arguments import build_parser, check_arguments
 
     def load():
-        from .http.server import run
+        from .http.ranks import RanksError
+        from .http.server import run, run_apart
         from .start import StartError
 
-        return run, (StartError,)
+        return lambda args: run_apart(args, argv) if args.starts_ranks else run(args), (RanksError, StartError)
 
     return run_script("megatron-tree serve", argv, build_parser, check_arguments, load)

@@ -39,8 +39,11 @@ def folder(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def _launched(*arguments, ranks=2):
-    """(process, its lines so far, event set at the end of its output) of a server that listens; ended if need be."""
+def _launched(*arguments, launcher=True):
+    """(process, its lines so far, event set at the end of its output) of a server that listens; ended if need be.
+
+    launcher: two ranks, or else the arguments say how many.
+    """
     env = os.environ | {
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
@@ -50,7 +53,9 @@ def _launched(*arguments, ranks=2):
         "STOP_SECONDS": "40",
         "VIRTUAL_ENV": str(Path(sys.executable).parents[1]),
     }
-    command = ["bash", REPO / "launch" / "deepspeed_local.sh", "-n", ranks, "serve", *arguments]
+    script = ["bash", REPO / "launch" / "deepspeed_local.sh", "-n", 2]
+    command = script if launcher else [sys.executable, "-m", "megatron_tree"]
+    command += ["serve", *arguments]
     process = subprocess.Popen(
         [str(part) for part in command], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -145,6 +150,31 @@ def test_a_frozen_worker_is_named_and_seen_by_the_health_check(folder, weights):
         assert health[0] == (200, {"status": "ok"})
         reasons = [x[1].get("reason", "") for x in health if x[0] == 503]
         assert any("rank 0 has been waiting for another rank" in x for x in reasons), health
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)])
+def test_an_answer_outlives_its_ranks(folder, rank, number):
+    options = ("--ranks", 2, "--restarts", 1, "--model", folder, "--port", 0, "--wait-timeout", 4)
+    with _launched(*options, launcher=False) as (process, lines, over):
+        address = re.search(r"serving tiny at (\S+)/v1", "".join(lines))[1]
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=200)
+        asked = {"model": "tiny", "prompt": "hello there", "max_tokens": 200, "temperature": 0}
+        asked["extra_body"] = {"ignore_eos": True}
+        whole = client.completions.create(**asked)
+        stream, pieces = client.completions.create(**asked, stream=True), []
+        for chunk in stream:
+            pieces.append(chunk)
+            if len(pieces) == 10:
+                _process_of(process.pid, rank).send_signal(number)
+        assert "".join(chunk.choices[0].text for chunk in pieces) == whole.choices[0].text
+        assert client.completions.create(**asked).choices[0].text == whole.choices[0].text
+        assert _health(address) == (200, {"status": "ok"})
+        process.send_signal(signal.SIGTERM)
+        assert over.wait(100)
+        assert process.wait(100) == 0 and lines[-1] == "stopped\n"
+        assert "".join(lines).count("the ranks are started again (restart 1)") == 1
 
 
 def _health(address):

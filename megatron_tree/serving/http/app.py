@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from ...generation.sampling import first_fault
 from ...log import logger
 from .answers import ChatForm, CompletionForm, Form, respond
-from .errors import TOO_MUCH, ApiError, failed, stopping
+from .errors import TOO_MUCH, ApiError, failed
 from .frontend import Frontend
 from .guard import Guard
 from .metrics import CONTENT_TYPE
@@ -92,8 +92,7 @@ def create_app(service: Service) -> FastAPI:
 
 
 def _check_model(service: Service, name: str) -> None:
-    if service.frontend.state != "ok":
-        raise stopping()
+    service.frontend.check()
     if name not in service.models:
         raise ApiError(404, f"model: there is no model {name!r} here, only {', '.join(map(repr, service.models))}",
                        param="model", code="model_not_found")  # fmt: skip

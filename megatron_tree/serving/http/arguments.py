@@ -13,6 +13,7 @@ from .guard import is_loopback
 
 KEY_VARIABLE = "MEGATRON_TREE_API_KEY"
 MIN_KEY_LENGTH = 8
+LINK = "MEGATRON_TREE_FRONT_END"  # of ranks that a front end starts: rank 0's file descriptor to it, others' is -1
 
 DESCRIPTION = """\
 Serve a language model over HTTP with OpenAI's API, the KV cache of every request spread over all ranks. Rank 0 answers
@@ -27,6 +28,8 @@ examples:
   a model in a local folder on 8 GPUs, for other machines, with a key
     deepspeed --num_gpus 8 --no_local_rank --module megatron_tree serve --model /models/llama --host 0.0.0.0 \\
         --api-key-file key.txt --max-rows 16 --max-model-len 131072
+  the same without a launcher; the ranks are started again when one is lost
+    megatron-tree serve --ranks 8 --restarts 3 --model /models/llama --host 0.0.0.0 --api-key-file key.txt
 """
 
 
@@ -58,6 +61,13 @@ def build_parser() -> argparse.ArgumentParser:
     load.add_argument("--cache-bytes", type=int, default=1 << 30, metavar="N", help="rows stay in the cache when their "
         "requests have ended, for prompts that begin alike, while it takes at most N bytes on a rank; 0: none stays "
         "(default: 2**30)")  # fmt: skip
+    load.add_argument("--max-waiting", type=int, default=1024, metavar="N", help="prompts that may wait for a row; "
+        "more get a 429 (default: 1024)")  # fmt: skip
+
+    ranks = parser.add_argument_group("ranks of this machine, without a launcher")
+    ranks.add_argument("--ranks", type=int, metavar="N", help="start N ranks; HTTP is served by a process of its own")
+    ranks.add_argument("--restarts", type=int, default=0, metavar="N", help="start the ranks again when one is lost, "
+        "at most N times in an hour; requests go on (default: 0)")  # fmt: skip
     return parser
 
 
@@ -66,8 +76,15 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
 
     Raises: ValueError that names the option, the value seen and the way out.
     """
-    check_model_options(args, world_size)
-    check_counts(args, "max_rows", "max_model_len", "cache_tokens")
+    check_counts(args, "max_rows", "max_model_len", "cache_tokens", "max_waiting", "ranks")
+    args.starts_ranks = args.ranks is not None and LINK not in os.environ
+    if args.starts_ranks and "RANK" in os.environ:
+        raise ValueError(
+            f"--ranks {args.ranks} starts the ranks: leave it out, or start the command without a launcher"
+        )
+    if args.restarts < 0 or (args.restarts and args.ranks is None):
+        raise ValueError(f"--restarts {args.restarts} must be 0 or more, and needs --ranks")
+    check_model_options(args, args.ranks if args.starts_ranks else world_size)
     if args.cache_bytes < 0:
         raise ValueError(f"--cache-bytes {args.cache_bytes} must be 0 or more")
     for name in ("request_timeout", "wait_timeout"):

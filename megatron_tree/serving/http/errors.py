@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from starlette.responses import JSONResponse
 
 MAX_BODY_BYTES = 32 << 20
@@ -45,6 +47,12 @@ def stopping() -> ApiError:
     """503 while the server shuts down."""
     text = "the server is shutting down: send the request again later or elsewhere"
     return ApiError(503, text, code="shutting_down", headers={"Retry-After": "30"})
+
+
+def restarting(seconds: float) -> ApiError:
+    """503 while the ranks are started again, which may take this long."""
+    text = "a rank was lost and the ranks are being started again: send the request again after the time in Retry-After"
+    return ApiError(503, text, code="restarting", headers={"Retry-After": str(math.ceil(seconds))})
 
 
 def timed_out(seconds: float) -> ApiError:

@@ -14,8 +14,9 @@ from ...errors import TreeError
 from ...generation.requests import Event, Request
 from ...generation.sampling import SamplingParams
 from ...generation.scheduler import QueueFull, Scheduler
-from .errors import ApiError, bad_value, failed, stopping
+from .errors import ApiError, bad_value, failed, restarting, stopping
 from .metrics import Metrics
+from .ranks import Ranks, Restarting
 
 RETRY_AFTER_S = 2
 
@@ -79,30 +80,40 @@ class Ticket:
 class Frontend:
     """Submits requests to the scheduler; its events come back to the event loop."""
 
-    def __init__(self, scheduler: Scheduler, *, stalled_after_s: float = math.inf):
+    def __init__(self, scheduler: Scheduler | Ranks, *, stalled_after_s: float = math.inf):
         """stalled_after_s: a rank that keeps rank 0 waiting for longer makes /health say so."""
         self._scheduler, self._metrics, self._stalled_after_s = scheduler, Metrics(), stalled_after_s
+        self._ranks = scheduler if isinstance(scheduler, Ranks) else None
         self.state = "ok"
         """ "ok", "stopping" or "failed"; unless it is "ok" requests get a 503."""
         self.failure = ""
         """Why it failed."""
 
     def health(self) -> dict[str, str]:
-        """What /health reports: "status", the state or "stalled"; and unless it is "ok" or "stopping" the "reason"."""
-        waited = comm.waited_s()
+        """What /health reports: "status", the state, "restarting" or "stalled"; and unless it is "ok" or "stopping" the
+        "reason"."""
+        if self.state == "ok" and self._ranks is not None and self._ranks.failure:
+            return {"status": "restarting", "reason": self._ranks.failure}
+        waited = comm.waited_s() if self._ranks is None else self._ranks.waited_s
         if self.state == "ok" and waited > self._stalled_after_s:
             return {"status": "stalled", "reason": f"rank 0 has been waiting for another rank for {waited:.0f} s"}
         return {"status": self.state} | ({"reason": self.failure} if self.failure else {})
+
+    def check(self) -> None:
+        """Raises: ApiError (503) unless requests are taken."""
+        if self.state != "ok":
+            raise stopping()
+        if self._ranks is not None and self._ranks.failure:
+            raise restarting(self._ranks.ready_in_s)
 
     async def submit(self, prompts: list[list[int]], sampling: list[SamplingParams], n: int) -> Ticket:
         """Queue n answers to every prompt; all of them or none. In the event loop, which does not wait meanwhile for
         grammars that are compiled, or for the scheduler's lock.
 
         Raises: ApiError: 400 for sizes that never fit, 429 when the queue is full,
-        503 while stopping.
+        503 while stopping and while the ranks are started again.
         """
-        if self.state != "ok":
-            raise stopping()
+        self.check()
         loop = asyncio.get_running_loop()
         ticket = Ticket(len(prompts) * n, sum(map(len, prompts)), self._scheduler.cancel, self._metrics)
         if len(prompts) > self._scheduler.max_waiting:
@@ -124,9 +135,9 @@ class Frontend:
             ticket.close()
             headers = {"Retry-After": str(RETRY_AFTER_S)}
             raise ApiError(429, str(error), code="queue_full", headers=headers) from None
-        except TreeError:
+        except TreeError as error:
             ticket.close()
-            raise stopping() from None
+            raise (restarting(self._ranks.ready_in_s) if isinstance(error, Restarting) else stopping()) from None
         except ValueError as error:
             ticket.close()
             name = str(error).partition("=")[0]  # as in "n=9 must be ..."
@@ -146,6 +157,8 @@ class Frontend:
             "accepted_tokens_total": ("counter", "Tokens: drafted and right.", speculated.accepted),
             "preemptions_total": ("counter", "Answers that lost their rows for a while.", paused),
         }
+        if self._ranks is not None:
+            more["restarts_total"] = ("counter", "Times that the ranks were started again.", self._ranks.restarts)
         return self._metrics.text(more)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import sys
 import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
@@ -18,18 +21,22 @@ from ...errors import TreeError
 from ...generation.requests import Request
 from ...generation.sampling import SamplingParams
 from ...generation.scheduler import Scheduler
+from ...integrations.transformers import models
 from ...integrations.transformers.rope import num_positions
 from ...integrations.transformers.runner import Runner
+from ...launching import leave
 from ...log import logger
 from ..start import Started, start
 from .app import Service, create_app
+from .arguments import LINK
 from .frontend import Frontend
 from .guard import TimedProtocol
+from .link import Link
 from .prompts import Prompts
+from .ranks import Ranks
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 GRACE_S = 20.0  # for accepted requests after a signal; the launcher kills at 30
-MAX_WAITING = 1024  # prompts
 FLUSH_S = 5.0  # for the last bytes of responses
 
 
@@ -96,7 +103,7 @@ class HttpServer:
 
 
 def serve(
-    scheduler: Scheduler,
+    scheduler: Scheduler | Ranks,
     service: Service,
     listener: socket.socket,
     *,
@@ -146,6 +153,28 @@ def run(args: Namespace) -> None:
         _run(args, at, runner)
 
 
+def run_apart(args: Namespace, argv: list[str]) -> None:
+    """Serve from this process, which runs no model: it starts the ranks with the same options argv, and starts them
+    again when one is lost, at most args.restarts times in an hour.
+
+    Raises: ``ValueError`` if the address is not available. `RanksError` when the ranks have ended for good.
+    """
+    listener = bind(args.host, args.port)
+    command = [sys.executable, "-m", "megatron_tree", "serve", *argv]
+    limits = {"wait_s": args.wait_timeout, "max_waiting": args.max_waiting}
+    ranks = Ranks(command, size=args.ranks, restarts=args.restarts, **limits)
+    for number in STOPPING:
+        signal.signal(number, lambda number, _: (ranks.close(), leave(128 + number)))
+    try:
+        ranks.start()
+        tokenizer = models.load_tokenizer(models.model_folder(args.model))
+        while not ranks.limits:
+            ranks.run_once()
+        _serve(args, ranks, tokenizer, listener, **ranks.limits)
+    finally:
+        ranks.close()
+
+
 def _warm_up(at: Started, runner: Runner) -> None:
     """Answer a short request: kernels are compiled before anybody waits, outside the limit on waits."""
     limits = (32, at.prepared[0] - 2, (runner.free_tokens or 34) - 2)
@@ -158,39 +187,57 @@ def _warm_up(at: Started, runner: Runner) -> None:
 
 def _run(args: Namespace, at: Started, runner: Runner) -> None:
     max_model_len, listener = at.prepared
-    scheduler = at.scheduler(runner, max_rows=args.max_rows, max_waiting=MAX_WAITING, keep_bytes=args.cache_bytes)
-    if at.rank != 0:
-        for number in STOPPING:  # all ranks receive them; the leader decides when to stop
+    apart = LINK in os.environ
+    max_waiting = args.max_waiting + apart * args.max_rows  # requests that were served come back after a restart
+    scheduler = at.scheduler(runner, max_rows=args.max_rows, max_waiting=max_waiting, keep_bytes=args.cache_bytes)
+    limits = {"vocab_size": runner.vocab_size, "max_model_len": max_model_len}
+    if at.rank != 0 or apart:
+        for number in STOPPING:  # all ranks receive them; the leader, or the front end, decides when to stop
             signal.signal(number, signal.SIG_IGN)
+    if at.rank != 0:
         scheduler.run()
+    elif apart:
+        Link(scheduler, limits, Connection(int(os.environ[LINK]))).run()
     else:
-        service = Service(
-            frontend=Frontend(scheduler, stalled_after_s=args.wait_timeout / 3),
-            prompts=Prompts(at.tokenizer, vocab_size=runner.vocab_size, max_model_len=max_model_len),
-            models=tuple(args.served_model_name),
-            request_timeout=args.request_timeout,
-            api_keys=args.api_keys,
-            loopback_names_only=not args.api_keys,
-        )
-
-        def ready(stop: Callable[[str], None]) -> None:
-            for number in STOPPING:
-                signal.signal(number, lambda number, _: stop(signal.Signals(number).name))
-            address = f"[{args.host}]" if ":" in args.host else args.host
-            print(
-                f"serving {', '.join(service.models)} at http://{address}:{listener.getsockname()[1]}/v1, up to "
-                f"{max_model_len:,} tokens, {'with' if args.api_keys else 'without'} an API key",
-                flush=True,
-            )
-
-        serve(scheduler, service, listener, grace=GRACE_S, ready=ready)
-        print("stopped", flush=True)
+        _serve(args, scheduler, at.tokenizer, listener, **limits)
     comm.all_reduce(torch.zeros(1), at.group, timeout_s=at.timeout_s)  # no rank leaves before the others are done
 
 
+def _serve(
+    args: Namespace,
+    scheduler: Scheduler | Ranks,
+    tokenizer,
+    listener: socket.socket,
+    *,
+    vocab_size: int,
+    max_model_len: int,
+) -> None:
+    service = Service(
+        frontend=Frontend(scheduler, stalled_after_s=args.wait_timeout / 3),
+        prompts=Prompts(tokenizer, vocab_size=vocab_size, max_model_len=max_model_len),
+        models=tuple(args.served_model_name),
+        request_timeout=args.request_timeout,
+        api_keys=args.api_keys,
+        loopback_names_only=not args.api_keys,
+    )
+
+    def ready(stop: Callable[[str], None]) -> None:
+        for number in STOPPING:
+            signal.signal(number, lambda number, _: stop(signal.Signals(number).name))
+        address = f"[{args.host}]" if ":" in args.host else args.host
+        print(
+            f"serving {', '.join(service.models)} at http://{address}:{listener.getsockname()[1]}/v1, up to "
+            f"{max_model_len:,} tokens, {'with' if args.api_keys else 'without'} an API key",
+            flush=True,
+        )
+
+    serve(scheduler, service, listener, grace=GRACE_S, ready=ready)
+    print("stopped", flush=True)
+
+
 def _bound(args: Namespace) -> socket.socket | None:
-    """Rank 0's socket. It is bound before the weights are loaded, since that may fail."""
-    return bind(args.host, args.port) if dist.get_rank() == 0 else None
+    """Rank 0's socket, unless the front end has it. It is bound before the weights are loaded, since that may fail."""
+    return bind(args.host, args.port) if dist.get_rank() == 0 and LINK not in os.environ else None
 
 
 def _max_model_len(args: Namespace, config) -> int:

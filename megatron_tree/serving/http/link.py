@@ -1,0 +1,85 @@
+"""Rank 0 of a server whose HTTP front end is another process, which started the ranks; see `Ranks`."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from ... import comm
+from ...generation.requests import Event
+from ...generation.scheduler import QueueFull, Scheduler
+from ...launching import leave
+from . import wire
+
+
+class Link:
+    """Serves the front end's requests.
+
+    limits: what the front end has to know of the model.
+    """
+
+    def __init__(self, scheduler: Scheduler, limits: dict[str, int], connection: Connection):
+        self._scheduler, self._limits, self._connection = scheduler, limits, connection
+        self._sending = threading.Lock()
+        self._numbers: dict[int, int] = {}  # the front end's -> the scheduler's
+        self._events: list[Event] = []  # of the turn under way
+
+    def run(self) -> None:
+        """Until the front end wants to stop. The events of a turn are sent together, once it has succeeded: an answer
+        that the front end continues elsewhere is in a state between two turns."""
+        threading.Thread(target=self._read, name="front end", daemon=True).start()
+        self._send("ready", self._limits)
+        try:
+            going = True
+            while going:
+                going = self._scheduler.run_once()
+                events, self._events = self._events, []
+                if events:
+                    self._send("events", events)
+        except BaseException as error:
+            self._send("failed", f"{type(error).__name__}: {error}")
+            raise
+
+    def _send(self, *message: Any) -> None:
+        with self._sending:
+            wire.send(self._connection, *message)
+
+    def _read(self) -> None:
+        """Without a front end there is nobody to serve: this process ends, and other ranks find out."""
+        told = time.monotonic()
+        try:
+            while True:
+                if self._connection.poll(wire.LOAD_S):
+                    self._take(*wire.receive(self._connection))
+                if time.monotonic() - told >= wire.LOAD_S:
+                    told, scheduler = time.monotonic(), self._scheduler
+                    numbers = scheduler.preemptions, list(scheduler.speculated), comm.waited_s()
+                    self._send("load", list(scheduler.load), *numbers)
+        except (EOFError, OSError):
+            print("the process of the HTTP server has gone", file=sys.stderr)
+            leave(1)
+
+    def _take(self, what: str, *about: Any) -> None:
+        if what == "submit":
+            self._submit(*about)
+        elif what == "cancel":
+            if about[0] in self._numbers:
+                self._scheduler.cancel(self._numbers[about[0]])
+        else:
+            self._scheduler.stop(grace_s=about[0])
+
+    def _submit(self, number: int, request: dict[str, Any]) -> None:
+        def sink(event: Event) -> None:
+            self._events.append(event._replace(request=number))
+            if event.last:
+                self._numbers.pop(number, None)
+
+        error = None
+        try:
+            self._numbers[number] = self._scheduler.submit(wire.request_from_json(request), sink)
+        except (ValueError, QueueFull) as refused:
+            error = [type(refused).__name__, str(refused)]
+        self._send("taken", number, error)
