@@ -86,6 +86,13 @@ def merge_into(acc: State, part: State) -> None:
     acc_lse.copy_(merged)
 
 
+def merged(state: State, part: State) -> Tensor:
+    """out of two states together, in the dtype of the first one's."""
+    acc = state[0].to(state[1].dtype, copy=True), state[1].clone()
+    merge_into(acc, part)
+    return acc[0].to(state[0].dtype)
+
+
 def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> State:
     """Add the sink leaf (score sinks [h], value 0), once in the whole tree.
 

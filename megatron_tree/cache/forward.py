@@ -13,6 +13,7 @@ from ..attention.token_shares import HeadsForTokens, count_tokens, shares_by_ran
 from ..comm import Team
 from ..config import TreeConfig, default_config
 from ..layout import Dispatched
+from ..merge import State, merged
 from . import Append, ShardedCache, View
 from .latent import LatentHeads
 from .packed import PackedRows
@@ -167,6 +168,7 @@ class ForwardPass:
         latent: LatentHeads | None = None,
         selected: Selection | None = None,
         visible: Tensor | None = None,
+        beside: State | None = None,
         config: TreeConfig | None = None,
         **options,
     ) -> Tensor:
@@ -179,6 +181,8 @@ class ForwardPass:
             selected: the keys that queries see, if not all.
             visible: bool [b, tokens], tokens of a row up to the end of this pass: False hides one (padding). All rows
                 have the same length then.
+            beside: the state of other keys that these queries see, which is merged into the result. All ranks have all
+                new tokens then.
             config: see `tree_decode`. options: softmax_scale, window_size, softcap, sinks, alibi_slopes of all
                 heads of cp_group, and attention_chunk_size: a query sees its own chunk of so many tokens only, counted
                 from the first visible one.
@@ -194,7 +198,7 @@ class ForwardPass:
             options["selected"] = selected.keys
         if self.shares is not None:
             out = self._attend_share(layer, q, latent, visible, config, **options)
-        elif self._is_prefill(q, visible):
+        elif beside is None and self._is_prefill(q, visible):
             view, shares = self.views[self.store.kind_of[layer]], [[(self.append.first[0], q.shape[1])]]
             num_heads = q.shape[2] if self.head_shares is None else sum(self.head_shares)
             options |= {} if self.head_shares is None else {"head_shares": self.head_shares}
@@ -204,7 +208,8 @@ class ForwardPass:
             latent = self._step.local_heads(latent)
             out = self._step.attend_selected(self, layer, q, selected, latent, config, **options)
         else:
-            out = self._step.attend(self, layer, q, self._step.local_heads(latent), visible, config, **options)
+            state = self._step.attend(self, layer, q, self._step.local_heads(latent), visible, config, **options)
+            out = state[0] if beside is None else merged(state, beside)
         if self._progress is not None:
             self._progress(len(self.written), len(self.store.layers))
         return out if self.packed is None else self.packed.pack(out)

@@ -16,6 +16,8 @@ import heapq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from torch import Tensor
+
 from ..layout import Segment, join
 from .page_numbers import PageNumbers, PageRuns, RowPage
 from .states import RowState
@@ -52,6 +54,9 @@ class Row:
     """By kind: how many of its pages have not changed since a table was made of them."""
     note: object = None
     """What a runner remembers of the row; a fork's is the same."""
+    next_positions: Tensor | None = None
+    """int64 [n], for its first n tokens the position of text that follows them, where it is not their number: behind
+    images. A fork's is the same."""
     state: RowState | None = None
     """Of the model's recurrent layers, where it has some; a fork's is the same."""
 
@@ -272,8 +277,10 @@ class RowBook:
             if not length:
                 row.forgotten[kind] = 0
         row.length, row.version = length, row.version + 1
+        if row.next_positions is not None:
+            row.next_positions = row.next_positions[:length]
         if not length:
-            row.state = None
+            row.state = row.next_positions = None
 
     def check_crop(self, row_id: int, length: int) -> None:
         """Raise ``ValueError`` if `length` is negative or beyond the row, or needs tokens that a window has freed, or a
@@ -298,7 +305,7 @@ class RowBook:
         row, copy_id = self.rows[row_id], self.add()
         copy, full = self.rows[copy_id], row.length // self.page_size
         copy.length, copy.forgotten = row.length, list(row.forgotten)
-        copy.note, copy.state = row.note, row.state
+        copy.note, copy.state, copy.next_positions = row.note, row.state, row.next_positions
         copy.indices = [list(indices) for indices in row.indices]
         copy.pages = [[n.share(p) for p in pages] for n, pages in zip(self.numbers, row.pages, strict=True)]
         for page in row.parts[:full]:

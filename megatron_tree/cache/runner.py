@@ -47,6 +47,11 @@ class RowRunner:
     Raises: ValueError for an unknown schedule, sizes below 1, or CUDA graphs that can't be had.
     """
 
+    image_tokens: tuple[int, ...] = ()
+    """Those that stand for parts of images, where the model takes some and the runner has `embed`."""
+    joins_images = False
+    """Whether the tokens of an image see each other, so that all are run at once."""
+
     def __init__(
         self,
         store: ShardedCache,
@@ -182,7 +187,7 @@ class RowRunner:
     def _prefill(self, row: int, tokens: Tensor, sharded: bool = True, progress=None) -> Tensor:
         begin, total = 0, len(tokens)
         while begin < total:
-            chunk = tokens[begin : begin + self.chunk_size]
+            chunk = tokens[begin : begin + self._chunk(row, total - begin)]
             tell = None
             if progress is not None:
                 done, n = begin, len(chunk)
@@ -258,6 +263,10 @@ class RowRunner:
         Returns: the tokens to run: these, or more, if what the cache held of the row had to go.
         """
         return tokens
+
+    def _chunk(self, row: int, num_tokens: int) -> int:
+        """How many of so many tokens to append to a row in one pass."""
+        return min(num_tokens, self.chunk_size)
 
     def _run(self, forward: ForwardPass, tokens: Tensor, positions: Tensor, keep: list[int] | None) -> Tensor:
         """Run the model over tokens [b, n] at positions [b, n], int64; its attention layers call `forward.attend`.

@@ -12,6 +12,7 @@ from ..attention.decode_call import DecodeOptions
 from ..attention.head_shares import slice_of
 from ..config import TreeConfig
 from ..kernels import KVCache
+from ..merge import State
 from . import ShardedCache
 from .latent import LatentHeads
 from .selected_attention import Selection, attend_in_step
@@ -44,7 +45,7 @@ class StepAttention:
         attention_chunk_size: int | None = None,
         sinks: Tensor | None = None,
         **options,
-    ) -> Tensor:
+    ) -> State:
         """See `ForwardPass.attend`; forward: the pass, for its rows, positions and views."""
         pages, kind, num_queries = self._store.layers[layer], self._store.kind_of[layer], q.shape[1]
         if visible is not None and visible.shape[1] != forward.end:
@@ -77,7 +78,7 @@ class StepAttention:
         call = {"options": DecodeOptions(forward.cp_group, config, **options)}
         call |= {"sinks": sinks, "projection": projection}
         if attention_chunk_size is None:
-            return self._step.decode(q, cache, **call)[0]
+            return self._step.decode(q, cache, **call)
         return self._in_chunks(forward, q, cache, attention_chunk_size, visible, **call)
 
     def attend_selected(
@@ -126,7 +127,7 @@ class StepAttention:
         return {"q_positions": queries, "k_positions": positions}
 
     @staticmethod
-    def _in_chunks(forward, q: Tensor, cache: KVCache, size: int, visible: Tensor | None, **call) -> Tensor:
+    def _in_chunks(forward, q: Tensor, cache: KVCache, size: int, visible: Tensor | None, **call) -> State:
         """Each query sees keys of its own chunk of `size` tokens: a call for queries up to where some row's ends."""
         n, first = q.shape[1], forward.append.first
         padding = [0] * len(first) if visible is None else (visible.cumsum(1) == 0).sum(1).tolist()
@@ -138,5 +139,6 @@ class StepAttention:
             outside = cache.k_positions < torch.tensor(begin, device=q.device)[:, None]
             positions = cache.q_positions[:, i:end], cache.k_positions.masked_fill(outside, -1)
             part = cache._replace(q_positions=positions[0], k_positions=positions[1])
-            parts.append(DecodeStep().decode(q[:, i:end], part, **call)[0])
-        return torch.cat(parts, 1)
+            parts.append(DecodeStep().decode(q[:, i:end], part, **call))
+        outs, lses = zip(*parts)
+        return torch.cat(outs, 1), torch.cat(lses, -1)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..cache.runner import RowRunner
 from .grammars import Grammars
+from .images import PromptImages
 from .requests import Request
 
 
@@ -34,6 +35,8 @@ def check_request(
         if params.ignore_eos:
             raise ValueError("ignore_eos: an answer with a JSON schema ends with it: leave ignore_eos out")
         grammars.check(params.json_schema)
+    if prompt_images(request, prompt, runner) is not None and params.prompt_logprobs is not None:
+        raise ValueError("prompt_logprobs: a prompt with images has none: leave it out")
     length = len(prompt) + params.max_tokens
     asked = f"{len(prompt):,} prompt tokens and max_tokens={params.max_tokens:,}"
     if runner.max_positions is not None and length > runner.max_positions:
@@ -60,6 +63,18 @@ def _check_begun(request: Request) -> None:
         raise ValueError("begun: an answer that goes on has one token or more, and fewer than max_tokens")
     if request.sampling.temperature > 0 and request.sampling.seed is None:
         raise ValueError("begun: sampled answers go on with their seed: pass the one that they were begun with")
+
+
+def prompt_images(request: Request, prompt: Tensor, runner: RowRunner) -> PromptImages | None:
+    """The images of a request. Raises: ``ValueError`` for a model that takes none, or a prompt without their tokens."""
+    if request.images is None:
+        return None
+    tokens = runner.image_tokens
+    if not tokens:
+        raise ValueError("images: this model takes none: leave them out, or start one of images and text")
+    if not torch.isin(prompt, torch.tensor(tokens)).any():
+        raise ValueError(f"images: the prompt has none of the tokens {list(tokens)} that stand for them")
+    return PromptImages(prompt, request.images, tokens, joined=runner.joins_images)
 
 
 def prompt_tensor(prompt: Sequence[int] | Tensor, vocab_size: int) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..cache.runner import RowRunner
+from .images import unpacked
 from .plans import Operation, PrefillRows, apply
 
 
@@ -20,6 +21,7 @@ class Executor:
     def __init__(self, runner: RowRunner, **prefill_options):
         self.runner, self._rows, self._prefill_options = runner, {}, prefill_options
         self._num_kept = 0
+        self._embedded: dict[int, object] = {}  # by handle, of prompts with images until these are in their rows
 
     @torch.no_grad()
     def run(self, operations: Sequence[Operation]) -> list[Tensor]:
@@ -42,6 +44,7 @@ class Executor:
 
     def remove(self, handle: int) -> None:
         self.runner.remove(self._rows.pop(handle))
+        self._embedded.pop(handle, None)
 
     def end(self, handle: int, token: int | None, reason: str, error: str | None) -> None:
         """The answer in a kept row has ended."""
@@ -58,9 +61,16 @@ class Executor:
             runner.crop(row, end)
         return logits
 
+    def embed(self, handle: int, tokens: list[int], images: dict[str, list]) -> None:
+        self._embedded[handle] = self.runner.embed(self._tensor(tokens), unpacked(images))
+
     def prefill(self, handle: int, tokens: list[int], row_length: int, **options) -> Tensor:
         """Logits fp32 [vocab] of the last of these tokens."""
         options |= self._prefill_options
+        if (embedded := self._embedded.get(handle)) is not None:
+            options["embedded"] = embedded
+            if self.length(handle) + len(tokens) >= embedded.num_tokens:
+                del self._embedded[handle]
         return self.runner.prefill(self._rows[handle], self._tensor(tokens), row_length=row_length, **options)
 
     def prefill_rows(self, handles: list[int], prompts: list[list[int]]) -> Tensor:

@@ -9,7 +9,8 @@ from torch import Tensor
 from ..comm import group_size
 from ..errors import TreeError
 from .executor import Executor
-from .plans import Crop, End, Operation, Prefill, PrefillRows, Score, Step
+from .images import packed
+from .plans import Crop, Embed, End, Operation, Prefill, PrefillRows, Score, Step
 from .requests import ActiveAnswer, ServedRequest
 from .room import Room
 from .sampler import Choice, choose_tokens, with_logprobs
@@ -66,7 +67,8 @@ class StepPlanner:
         if room.keeps_too_much:
             room.evict_one()
         room.copy_beginnings()  # before these rows grow
-        room.make_room(size)
+        images = [request.images for request in room.served if request.images is not None]
+        room.make_room(max([size, *(x.longest for x in images)]))
         operations: list[Operation] = room.operations
         room.operations = []
         ready = room.answers_with_rows()
@@ -97,8 +99,11 @@ class StepPlanner:
                 continue
             # chunks don't depend on other requests, so that logits don't
             scored = answer.request.scores and not answer.request.begun
-            chunk = answer.missing_tokens()[: min(size, SCORED_CHUNK) if scored else size]
-            if len(chunk) <= left:
+            chunk = answer.chunk(min(size, SCORED_CHUNK) if scored else size)
+            if len(chunk) <= left or left == size:  # an image may be longer than a chunk
+                if answer.lacks_images and not answer.embedded:
+                    request, answer.embedded = answer.request, True
+                    operations.append(Embed(answer.handle, request.prompt.tolist(), packed(request.images.inputs)))
                 operations.append((Score if scored else Prefill)(answer.handle, chunk, answer.num_known))
                 self._filling.append((answer, chunk))
                 left -= len(chunk)
@@ -109,7 +114,7 @@ class StepPlanner:
         chosen, longest, total = [], 0, 0
         for answer in to_fill:
             missing, request = answer.num_known - answer.length, answer.request
-            if request.row is not None or request.scores or missing > self._longest:
+            if request.row is not None or request.scores or answer.lacks_images or missing > self._longest:
                 continue
             width, most = max(longest, missing), limit if missing <= SHORT else self._runner.chunk_size
             fits = total + missing <= most and width * (len(chosen) + 1) <= PADDED * most
@@ -143,7 +148,7 @@ class StepPlanner:
             request = answer.request
             answer.length += len(chunk)
             if request.row is not None:
-                request.row.tokens += chunk
+                request.row.tokens += request.named(chunk, answer.length - len(chunk))
             if request.begun:
                 continue
             if request.scores:
@@ -198,7 +203,7 @@ class StepPlanner:
             heir = request.unfinished[0]
             heir.handle, heir.length = handle, request.num_prompt
         else:
-            self.room.release(request, handle, request.prompt.tolist())
+            self.room.release(request, handle, request.named_prompt.tolist())
 
     def _take(self, answer: ActiveAnswer, choice: Choice | TreeError) -> None:
         if isinstance(choice, TreeError):

@@ -52,6 +52,15 @@ class Step(NamedTuple):
     tokens: list[list[int]]
 
 
+class Embed(NamedTuple):
+    """Embed a prompt with images, before the first `Prefill` that has a part of one."""
+
+    handle: int
+    tokens: list[int]
+    images: dict[str, list]
+    """What the model's processor returned, by `packed`."""
+
+
 class Prefill(NamedTuple):
     """Append a chunk of a prompt to a row, which will have row_length tokens with the rest of it."""
 
@@ -75,10 +84,10 @@ class Score(NamedTuple):
     row_length: int
 
 
-Operation = Add | Fork | Crop | Remove | End | Step | Prefill | PrefillRows | Score
+Operation = Add | Fork | Crop | Remove | End | Step | Embed | Prefill | PrefillRows | Score
 METHODS: dict[type, str] = {
     Add: "add", Fork: "fork", Crop: "crop", Remove: "remove", End: "end",
-    Step: "step", Prefill: "prefill", PrefillRows: "prefill_rows", Score: "score",
+    Step: "step", Embed: "embed", Prefill: "prefill", PrefillRows: "prefill_rows", Score: "score",
 }  # fmt: skip
 KINDS = {name: kind for kind, name in METHODS.items()}
 

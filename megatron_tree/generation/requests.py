@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .grammars import Grammars
+from .images import PromptImages
 from .sampler import Choice, Sampler
 from .sampling import SamplingParams
 from .speculation import DraftState
@@ -25,10 +26,10 @@ class KeptRow:
 
     handle: int
     tokens: list[int] = field(default_factory=list)
-    """What the row holds; up to date on the leader only."""
+    """What the row holds, by `ServedRequest.named`; up to date on the leader only."""
 
     def shared(self, prompt: Tensor) -> int:
-        """How many tokens of a prompt the row holds already; at least the prompt's last token is to be run."""
+        """How many tokens of a prompt, likewise, the row holds already; at least the prompt's last one is to be run."""
         most = min(len(self.tokens), len(prompt) - 1)
         different = (prompt[:most] != torch.tensor(self.tokens[:most], dtype=torch.int64)).nonzero()
         return int(different[0]) if len(different) else most
@@ -48,6 +49,8 @@ class Request:
     begun: Sequence[Sequence[int] | None] = ()
     """The tokens of each answer, one or more, if another scheduler began them: they go on from there, and only what
     follows is sent. None: the answer has ended."""
+    images: Mapping[str, Tensor] | None = None
+    """What the model's processor returns beside the tokens of a prompt with images: pixel_values and so on."""
 
 
 class Usage(NamedTuple):
@@ -110,6 +113,8 @@ class ActiveAnswer:
     """Tokens that were appended to its row in the step under way, since they may be the next ones."""
     num_right: int = 0
     """How many of them are; `length` counts these."""
+    embedded: bool = False
+    """Whether a plan has embedded the prompt's images for its row."""
 
     @property
     def is_right(self) -> bool:
@@ -132,7 +137,18 @@ class ActiveAnswer:
         return prompt + self.tokens[max(self.length - self.request.num_prompt, 0) : -1]
 
     def row_tokens(self) -> list[int]:
-        return (self.request.prompt.tolist() + self.tokens)[: self.length]
+        """What its row holds, by `ServedRequest.named`."""
+        return self.request.named((self.request.prompt.tolist() + self.tokens)[: self.length])
+
+    @property
+    def lacks_images(self) -> bool:
+        """Whether some of the prompt's images are not in its row."""
+        return self.request.images is not None and self.length < self.request.images.end
+
+    def chunk(self, size: int) -> list[int]:
+        """The tokens that its row is to have next, about so many."""
+        images = self.request.images
+        return self.missing_tokens()[: size if images is None else images.chunk(self.length, size)]
 
     def length_after(self, tokens: int) -> int:
         """What its row holds after this many more tokens; a kept row of its own is never taken back."""
@@ -141,7 +157,7 @@ class ActiveAnswer:
 
     def take_row(self, handle: int, length: int = 0) -> None:
         """Its row is this one, which holds so many of its tokens."""
-        self.handle, self.length = handle, length
+        self.handle, self.length, self.embedded = handle, length, False
         if not self.request.begun:
             self.request.num_cached = length
 
@@ -160,9 +176,9 @@ class ActiveAnswer:
 
     def append_token(self) -> None:
         """Its last token goes to its row."""
-        self.length += 1
         if self.request.row is not None:
-            self.request.row.tokens.append(self.token)
+            self.request.row.tokens += self.request.named([self.token], self.length)
+        self.length += 1
         self.token = None
 
     def finish(self) -> None:
@@ -196,10 +212,11 @@ class ServedRequest:
     """A request that waits or is served. On the leader only."""
 
     def __init__(self, request: Request, prompt: Tensor, tokenizer, end_tokens: Collection[int], sink: EventSink,
-                 grammars: Grammars):  # fmt: skip
+                 grammars: Grammars, images: PromptImages | None = None):  # fmt: skip
         self.id = -1  # until it is queued
         self.prompt, self.num_prompt, self.sink = prompt, len(prompt), sink
-        self.row = request.row
+        self.row, self.images = request.row, images
+        self.named_prompt = prompt if images is None else torch.tensor(self.named(prompt.tolist()))
         self.params = request.sampling.with_seed()
         self.num_cached = 0
         """Tokens of the prompt that the cache held."""
@@ -220,6 +237,10 @@ class ServedRequest:
             else:
                 answer.resume(tokens)
         self.unfinished = [answer for answer in self.answers if not answer.finished]
+
+    def named(self, tokens: list[int], first: int = 0) -> list[int]:
+        """Tokens of its rows from position `first` on, as they are compared with those of others."""
+        return tokens if self.images is None else self.images.named(tokens, first)
 
     @property
     def num_rows(self) -> int:

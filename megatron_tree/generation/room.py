@@ -84,7 +84,7 @@ class Room:
         elif source is not None:
             needed -= self._full_pages(source[1])
         elif request.row is not None:
-            needed -= self._full_pages(request.row.shared(request.prompt))
+            needed -= self._full_pages(request.row.shared(request.named_prompt))
         if not self._make_room_for(request, needed, None if source is None else source[0]):
             return False
         if request.row is not None:
@@ -105,7 +105,7 @@ class Room:
 
     def _continue_kept_row(self, answer: ActiveAnswer) -> None:
         row = answer.request.row
-        shared = row.shared(answer.request.prompt)
+        shared = row.shared(answer.request.named_prompt)
         if not self._executor.can_crop(row.handle, shared):  # layers with a window have dropped what it needs
             self.operations += [Remove(row.handle), Add(row.handle)]
             shared = 0
@@ -182,7 +182,7 @@ class Room:
     def hold_prompt(self, request: ServedRequest, handle: int) -> None:
         """A row holds a request's prompt: others may copy it."""
         if self._keep_bytes and request.row is None:
-            self._prefixes.put(handle, request.prompt)
+            self._prefixes.put(handle, request.named_prompt)
 
     def can_pad(self, answers: list[ActiveAnswer], width: int) -> bool:
         """Whether rows may take this many tokens each for one turn, in which they are filled."""
@@ -227,7 +227,7 @@ class Room:
         if not self._keep_bytes:
             return None
         if request.prefix_keys is None:
-            request.prefix_keys = self._prefixes.keys(request.prompt)
+            request.prefix_keys = self._prefixes.keys(request.named_prompt)
         source = self._prefixes.find(request.prefix_keys)
         if source is None or source[0] in new:
             return None

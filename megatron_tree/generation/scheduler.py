@@ -22,7 +22,7 @@ from ..comm import group_rank
 from ..comm.wire import share, share_check
 from ..errors import TreeError
 from ..log import logger
-from .checks import check_request
+from .checks import check_request, prompt_images
 from .executor import Executor
 from .grammars import Grammars
 from .planner import StepPlanner
@@ -146,7 +146,8 @@ class Scheduler:
         if not self.is_leader:
             raise ValueError("submit: only rank 0 of the runner's token_group takes requests")
         prompt = self.check(request)
-        served = ServedRequest(request, prompt, self._tokenizer, self._end_tokens, sink, self._grammars)
+        images = prompt_images(request, prompt, self._runner)
+        served = ServedRequest(request, prompt, self._tokenizer, self._end_tokens, sink, self._grammars, images)
         with self._changed:
             if self._deadline is not None or self._failure is not None:
                 raise TreeError(f"the scheduler takes no more requests: {self._failure or 'it is stopping'}")

@@ -114,6 +114,8 @@ def image_model(name, dtype=torch.float64):
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(4.0)
+                if not parameter.any():  # Gemma 3's projection of images
+                    parameter.normal_()
     return model
 
 

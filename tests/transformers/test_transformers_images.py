@@ -1,77 +1,156 @@
-"""Models of images and text: the text part with attention "tree", the vision part with Transformers' own."""
+"""Prompts with images: tokens and logits are those of Transformers' own generate, with its own cache."""
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from support.ranks import run_distributed
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
+from megatron_tree.generation.requests import Request
+from megatron_tree.generation.sampling import SamplingParams
+from megatron_tree.generation.scheduler import Scheduler
+from megatron_tree.integrations import transformers as tree_hf
+from support.hf_images import CONFIGS, image_model, image_rows, types_of
+from support.scheduling import tokens_of
+
+NEW = 5
 IMPLEMENTATIONS = {"text_config": "tree", "vision_config": "sdpa"}
-IMAGE, TOKENS = 120, 16  # the token that stands for a part of an image, and how many parts the image has
-VISION = {
-    "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2,
-    "temporal_patch_size": 2, "out_hidden_size": 32, "num_position_embeddings": 16,
-}  # fmt: skip
-TEXT = {
-    "vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8,
-}  # fmt: skip
-LINEAR = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-    "layer_types": ["linear_attention", "full_attention"],
-}  # fmt: skip
+FAST = ("gemma3", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_vl")
+GREEDY = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
 
 
 def _model(name):
-    """A random model, the same on every rank."""
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-    if name == "qwen3_vl":
-        made, config = transformers.Qwen3VLForConditionalGeneration, transformers.Qwen3VLConfig
-        text, vision = TEXT | {"rope_parameters": rope}, VISION | {"deepstack_visual_indexes": [0]}
-    else:
-        made, config = transformers.Qwen3_5ForConditionalGeneration, transformers.Qwen3_5Config
-        text, vision = TEXT | LINEAR | {"rope_parameters": rope | {"partial_rotary_factor": 1.0}}, VISION
-    torch.manual_seed(1)
-    model = made(config(text_config=text, vision_config=vision, image_token_id=IMAGE, vision_start_token_id=122)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(4.0)  # so that attention and the image matter
+    model = image_model(name, torch.float32)
+    model.generation_config.eos_token_id = None
     return model
 
 
+def _prompt(name):
+    """(input_ids [1, n], what a processor returns beside them)."""
+    ids, more = image_rows(name)[0]
+    return ids[None], {key: x.float() if x.is_floating_point() else x for key, x in more.items()} | types_of(
+        name, ids[None]
+    )
+
+
+def _generated(model, ids, inputs, new=NEW, **more):
+    found = model.generate(input_ids=ids, **inputs, **GREEDY, max_new_tokens=new, **more)
+    return found.sequences[0, ids.shape[1] :], torch.stack(found.logits, 1)[0]
+
+
+def _new_cache(model):
+    return tree_hf.TreeCache(model.config, cp_group=dist.group.WORLD, page_size=2)
+
+
+def _near(got, want, what):
+    error = float((got - want).abs().max() / want.abs().max())
+    assert error <= 1e-5, f"{what}: {error:.1e}"
+
+
+def _steps(runner, row, logits, tokens):
+    """Logits of a row's last prompt token, and of the tokens that follow."""
+    found = [logits]
+    for token in tokens[:-1]:
+        found.append(runner.step([row], token.view(1, 1))[0, 0])
+    return torch.stack(found)
+
+
 def _served(rank, world, name):
-    import torch.distributed as dist
-
-    from megatron_tree.integrations.transformers import TreeCache
-
-    model = _model(name)
-    ids = torch.tensor([[5, 7, 122] + [IMAGE] * TOKENS + [123, 9, 11, 13]])
-    inputs = {"input_ids": ids, "image_grid_thw": torch.tensor([[1, 8, 8]]), "mm_token_type_ids": (ids == IMAGE).long()}
-    options = {"max_new_tokens": 5, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-
-    def run(image, **more):
-        found = model.generate(**inputs, pixel_values=image, **options, **more)
-        return found.sequences, torch.stack(found.logits)
-
-    image = torch.randn(4 * TOKENS, 3 * 2 * 4 * 4)
-    want, other = run(image), run(-image)
-    assert (want[1] - other[1]).abs().max() > 0.01, "the image does not matter"
+    model, (ids, inputs) = _model(name), _prompt(name)
+    want, other = (_generated(model, ids, inputs | {"pixel_values": sign * inputs["pixel_values"]}) for sign in (1, -1))
+    assert (want[1] - other[1]).abs().max() > 0.01 * want[1].abs().max(), "the images do not matter"
     model.set_attn_implementation(IMPLEMENTATIONS)
-    tokens, logits = run(image, past_key_values=TreeCache(model.config, cp_group=dist.group.WORLD, page_size=2))
+    tokens, logits = _generated(model, ids, inputs, past_key_values=_new_cache(model))
+    _near(logits, want[1], "model.generate")
     assert torch.equal(tokens, want[0])
-    assert (logits - want[1]).abs().max() <= 1e-5 * want[1].abs().max()
-    model.set_attn_implementation("tree")
-    with pytest.raises(
-        ValueError, match=r'set_attn_implementation\(\{"text_config": "tree", "vision_config": "sdpa"\}\)'
-    ):
-        run(image, past_key_values=TreeCache(model.config))
+    for chunk_size in (64, 8):
+        runner = tree_hf.Runner(model, _new_cache(model), chunk_size=chunk_size)
+        embedded, row = runner.embed(ids[0], inputs), runner.add()
+        logits = _steps(runner, row, runner.prefill(row, ids[0], embedded=embedded), want[0])
+        _near(logits, want[1], f"Runner, chunk_size={chunk_size}")
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=pytest.mark.supports(f"`{name}`", with_="images; model.generate; 2 ranks"))
-    for name in ("qwen3_vl", "qwen3_5")
-])  # fmt: skip
-def test_images(name):
-    run_distributed(_served, 2, name)
+def _cases():
+    fast = [(name, 2) for name in FAST]
+    for name in CONFIGS:
+        marks = [pytest.mark.supports(f"`{name}`", with_="images: generation; 1, 2 and 4 ranks")]
+        for world in (1, 2, 4):
+            slow = [] if (name, world) in fast else [pytest.mark.slow]
+            yield pytest.param(name, world, marks=marks + slow, id=f"{name}-{world}")
+
+
+@pytest.mark.parametrize(("name", "world"), _cases())
+def test_images(name, world):
+    run_distributed(_served, world, name)
+
+
+class _Counting(tree_hf.Runner):
+    """Counts the tokens of prompts that are run."""
+
+    num_run = 0
+
+    def prefill(self, row, tokens, **options):
+        self.num_run += len(tokens)
+        return super().prefill(row, tokens, **options)
+
+
+def _request(ids, inputs=None, new=NEW):
+    return Request(prompt=ids[0], images=inputs, sampling=SamplingParams(max_tokens=new))
+
+
+def _batched(rank, world, name):
+    """Requests with images beside one of text; equal tokens with other images share what is before these only."""
+    model = _model(name)
+    ids, inputs = _prompt(name)
+    others = (inputs | {"pixel_values": torch.randn(inputs["pixel_values"].shape)} for _ in range(20))
+    first = _generated(model, ids, inputs)[0]
+    other = next(x for x in others if not torch.equal(_generated(model, ids, x)[0], first))
+    text = torch.arange(2, 22)[None]
+    want = [first, _generated(model, ids, other)[0], _generated(model, text, {})[0]]
+    model.set_attn_implementation(IMPLEMENTATIONS)
+    runner = _Counting(model, _new_cache(model), chunk_size=16)
+    scheduler = Scheduler(runner, max_rows=3, max_waiting=8, keep_bytes=1 << 30, heartbeat_s=5.0)
+    events = [[] for _ in range(5)]
+    if scheduler.is_leader:
+        with_images = [_request(ids, inputs), _request(ids, other)]
+        asked = [*with_images, _request(text), *with_images]
+        for request, found in zip(asked[:3], events):
+            scheduler.submit(request, found.append)
+    scheduler.run_until_idle()
+    first, runner.num_run = runner.num_run, 0
+    if scheduler.is_leader:
+        for request, found in zip(asked[3:], events[3:]):
+            scheduler.submit(request, found.append)
+    scheduler.run_until_idle()
+    if rank == 0:
+        for found, tokens in zip(events, [*want, *want[:2]]):
+            assert tokens_of(found) == tokens.tolist()
+        if name == "qwen3_vl":  # states and windows can't go back
+            assert first >= 2 * ids.shape[1] - 4 and runner.num_run < 8, (first, runner.num_run)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "qwen3_5"])
+def test_requests_with_images(name):
+    run_distributed(_batched, 2, name)
+
+
+def _preempted(rank, world):
+    model, (ids, inputs) = _model("qwen3_vl"), _prompt("qwen3_vl")
+    want = _generated(model, ids, inputs, 90)[0].tolist()
+    model.set_attn_implementation(IMPLEMENTATIONS)
+    runner = tree_hf.Runner(model, _new_cache(model), chunk_size=16, capacity_tokens=230)
+    scheduler = Scheduler(runner, max_rows=3, max_waiting=8, heartbeat_s=5.0)
+    events = [[], []]
+    if scheduler.is_leader:
+        for found in events:
+            scheduler.submit(_request(ids, inputs, 90), found.append)
+    scheduler.run_until_idle()
+    if rank == 0:
+        assert scheduler.preemptions and [tokens_of(found) for found in events] == [want, want]
+
+
+@pytest.mark.slow
+def test_an_answer_that_lost_its_row_embeds_its_images_again():
+    run_distributed(_preempted, 2)

@@ -29,7 +29,7 @@ from ...comm.rendezvous import LAUNCHER_VARIABLES, check_launched, start_default
 from ...config import QUERIES, WEIGHTS, TreeConfig, check_choice, default_config
 from ...files import read_deepspeed_config
 from ..transformers.architectures import has_index, has_states
-from ..transformers.attention import TreeCache, check_model
+from ..transformers.attention import TreeCache, check_model, use_tree_attention
 from ..transformers.generation import Generation
 from ..transformers.generation import generate as generate_with_model
 from ..transformers.layout_choice import choose_layout
@@ -214,7 +214,7 @@ def _split(
     layout = plan_layout(model, world, rank, repeat_queries=queries == "repeated")
     if split_latents is not None and not layout.latents:
         raise _for_latents(model, split_latents, "sharded")
-    model.set_attn_implementation("tree")
+    use_tree_attention(model)
     device = torch.device(get_accelerator().current_device_name())
     left_open = {"queries": queries, "split_latents": split_latents}
     layout = choose_layout(layout, model, everyone, device=device, dtype=dtype, config=tree, **left_open)
@@ -239,7 +239,7 @@ def _replicate(
         raise _for_latents(model, split_latents, "replicated")
     if queries != "split":
         raise ValueError(f"queries={queries!r} is for weights='sharded', but weights='replicated': leave it out")
-    model.set_attn_implementation("tree")
+    use_tree_attention(model)
     world, rank = group_size(_token_group()), group_rank(_token_group())
     if tp_size == 1:
         return _Ranks(dist.group.WORLD if world > 1 else None, 1, {"tp_size": 1}, {})

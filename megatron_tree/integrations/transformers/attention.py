@@ -25,6 +25,7 @@ from ...config import AttnSlice
 from .architectures import CHUNKED, INDEXED, POOLED, WINDOW_IN_MASK, check_replaceable
 from .batch_shards import SequenceShard, current_shard
 from .cache import TreeCache
+from .image_blocks import WITH_BLOCKS, ImageMask, image_mask, state_ahead
 from .indexed import IndexMask, index_on_ranks
 from .latent import latent_heads
 from .llama4 import chunk_size, has_temperature, with_temperature
@@ -85,6 +86,11 @@ def tree_attention(
             raise ValueError(NOTHING_BESIDE)
         out = attend_to_shard(module, q, k, v, shard=attention_mask, dropout=dropout, options=options)
         return out.contiguous(), None
+    beside = None
+    if isinstance(attention_mask, ImageMask):
+        _check_images(module, update)
+        of_keys = {name: options[name] for name in ("softmax_scale", "softcap")}
+        attention_mask, beside = attention_mask.visible, state_ahead(attention_mask, q, k, v, **of_keys)
     _check_plain(module, attention_mask, dropout, update)
     if update is None:
         _check_not_running(module, running)
@@ -101,6 +107,7 @@ def tree_attention(
         q,
         latent=latent_heads(module) if cache.latent else None,
         visible=attention_mask,
+        beside=beside,
         config=cache.tree_config,
         **options,
     )
@@ -121,6 +128,21 @@ def _check_call(module, sliding_window: int | None, kwargs: dict) -> None:
     for option in UNSUPPORTED & kwargs.keys():
         if kwargs[option] is not None and kwargs[option] is not False:
             raise ValueError(f"{name}: {option} is not supported with attn_implementation='tree'; use 'eager'")
+
+
+def _check_images(module, update: Update | None) -> None:
+    """Raise ``ValueError`` where tokens of an image can't see those that follow."""
+    name, shares = type(module).__name__, getattr(module, "head_shares", None)
+    if update is None:
+        raise ValueError(
+            f"{name}: images whose tokens see each other in both directions need a TreeCache with "
+            "attn_implementation='tree'; use 'sdpa' without one"
+        )
+    if shares is not None:
+        raise ValueError(
+            f"{name}: images whose tokens see each other in both directions can't be run with head_shares={shares}: "
+            "use weights='replicated'"
+        )
 
 
 def _check_plain(module, attention_mask, dropout: float, update: Update | None) -> None:
@@ -218,7 +240,7 @@ def tree_mask(
     use_vmap: bool = False,
     config=None,
     **kwargs,
-) -> Tensor | SequenceShard | IndexMask | BlockMask | None:
+) -> Tensor | SequenceShard | IndexMask | BlockMask | ImageMask | None:
     """The mask function registered as "tree": the padding mask, bool [b, kv_length], or None without padding.
 
     While a model trains on shards it is the batch's `SequenceShard`: every model hands its mask on to the attention of
@@ -229,13 +251,17 @@ def tree_mask(
     """
     chunked = getattr(config, "attention_chunk_size", None) and config.model_type not in CHUNKED
     model_type = getattr(config, "model_type", None)
+    of_images = model_type in WITH_BLOCKS and not allow_is_causal_skip
     indexed = model_type in INDEXED or model_type in POOLED
-    if not (allow_is_causal_skip or indexed) or use_vmap or chunked:
+    if not (allow_is_causal_skip or indexed or of_images) or (use_vmap and not of_images) or chunked:
         raise ValueError(
             f"{type(config).__name__} asks for a mask that is more than causal, sliding window and padding (packed "
             "sequences, chunked or bidirectional attention); attn_implementation='tree' does not support it. Use 'sdpa'"
         )
     mask = _causal_mask(batch_size, q_length, kv_length, attention_mask)
+    if of_images:
+        offset = kwargs.get("q_offset", 0)
+        return image_mask(mask, kwargs["mask_function"], batch_size, q_length, offset, kwargs.get("device"))
     if not indexed:
         return mask
     index_on_ranks(config)
@@ -270,6 +296,15 @@ def check_model(model) -> None:
     if name != "tree":
         raise ValueError(f"the model's attn_implementation is {name!r}: call model.set_attn_implementation('tree')")
     check_replaceable(type(model))
+
+
+def use_tree_attention(model) -> None:
+    """Give a model attention "tree", and leave a vision part its own."""
+    vision = getattr(model.config, "vision_config", None)
+    if vision is None:
+        model.set_attn_implementation("tree")
+    else:
+        model.set_attn_implementation({"text_config": "tree", "vision_config": vision._attn_implementation})
 
 
 AttentionInterface.register("tree", tree_attention)

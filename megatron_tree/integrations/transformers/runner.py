@@ -5,19 +5,29 @@
     logits = runner.prefill(row, prompt)                 # every rank runs its share of each chunk
     logits = runner.step([row], logits.argmax(-1).view(1, 1))
 
+A prompt with images is embedded first, by a model of images and text and what its processor returns:
+
+    embedded = runner.embed(inputs.pop("input_ids")[0], inputs)
+    logits = runner.prefill(row, prompt, embedded=embedded)
+
 Every rank calls the same methods in the same order with the same arguments.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from ...cache.runner import CHUNK_SIZE, RowRunner
+from ...comm import collective_call, group_size
 from .architectures import CHUNKED
 from .attention import TreeCache, check_model
+from .image_blocks import WITH_BLOCKS
+from .image_prompts import EmbeddedPrompt, embed_prompt, image_tokens, text_part_of
 from .rope import RowNote, follow_whole_rows, num_positions, rows_of
 
 __all__ = ["CHUNK_SIZE", "Runner"]
@@ -62,12 +72,21 @@ class Runner(RowRunner):
             config=cache.tree_config,
             cuda_graphs=cuda_graphs,
         )
+        self._embedded: EmbeddedPrompt | None = None  # of the row that is prefilled
         follow_whole_rows(model)
         cache.runs.follow(model)
 
     @property
     def has_states(self) -> bool:
         return self.cache.runs.has_states
+
+    @property
+    def image_tokens(self) -> tuple[int, ...]:
+        return image_tokens(self.model.config)
+
+    @property
+    def joins_images(self) -> bool:
+        return self.model.config.get_text_config(decoder=True).model_type in WITH_BLOCKS
 
     @property
     def depends_on_host(self) -> str | None:
@@ -80,6 +99,50 @@ class Runner(RowRunner):
         if self.model.config.get_text_config(decoder=True).model_type in CHUNKED:
             return "layers whose queries see their chunk only depend on the rows' lengths"
         return None
+
+    @torch.no_grad()
+    def embed(self, tokens: Tensor, inputs: Mapping[str, Tensor]) -> EmbeddedPrompt:
+        """What the model's text part is given for a prompt with images. Collective over token_group: every rank runs
+        the vision part.
+
+        Args:
+            tokens: int64 [s], the whole text of a row from its first token on, what it holds already included.
+            inputs: what the model's processor returns beside input_ids (attention_mask left out).
+        Raises: ValueError on all ranks: see `embed_prompt`; ranks with other images; CUDA graphs, and rotary embeddings
+            that depend on a row's length, with which images can't be run.
+        """
+        inputs = {name: x.to(self.device) for name, x in inputs.items() if name != "attention_mask"}
+        with collective_call("embed", self.token_group, self.config) as call:
+            if self._graphs is not None or self.cache.rope is not None:
+                what = "cuda_graphs=True" if self._graphs is not None else "a rotary embedding that depends on lengths"
+                raise ValueError(f"images can't be run with {what}: leave them out")
+            if tokens.dim() != 1 or not len(tokens) or tokens.dtype != torch.int64:
+                raise ValueError(f"tokens must be int64 [tokens], got {list(tokens.shape)} {tokens.dtype}")
+            text_part_of(self.model)
+            values = {name: x.shape for name, x in inputs.items()}
+            if group_size(self.token_group) > 1:
+                of_all = hashlib.sha256(tokens.cpu().numpy().tobytes())
+                for x in inputs.values():
+                    of_all.update(x.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+                values["digest of tokens and images"] = of_all.hexdigest()[:16]
+            call.agree(num_tokens=len(tokens), **values)
+        return embed_prompt(self.model, tokens.to(self.device), inputs)
+
+    def prefill(self, row: int, tokens: Tensor, *, embedded: EmbeddedPrompt | None = None, **options) -> Tensor:
+        """As `RowRunner.prefill`. embedded: of the row's text, where there are images in these tokens; chunks end
+        where an image ends whose tokens see each other, and all ranks run all tokens of such a prompt."""
+        self._embedded = embedded
+        try:
+            if embedded is not None and embedded.joined is not None:
+                options["sharded"] = False
+            return super().prefill(row, tokens, **options)
+        finally:
+            self._embedded = None
+
+    def _chunk(self, row: int, num_tokens: int) -> int:
+        if self._embedded is None:
+            return super()._chunk(row, num_tokens)
+        return self._embedded.chunk(self.length(row), num_tokens, self.chunk_size)
 
     def running(self, forward):
         return self.cache.running(forward)
@@ -126,15 +189,34 @@ class Runner(RowRunner):
 
     def _run(self, forward, tokens: Tensor, positions: Tensor, keep: list[int] | None) -> Tensor:
         forward.positions = positions
-        with self._whole_rows(forward), self._recurrent(tokens.shape[1]):
+        with self._whole_rows(forward), self._recurrent(tokens.shape[1]), self._images(forward, positions):
             output = self.model(
                 input_ids=tokens,
-                position_ids=positions,
+                position_ids=self._text_positions(forward, positions),
                 past_key_values=self.cache,
                 use_cache=True,
                 logits_to_keep=0 if keep is None else torch.tensor(keep, device=self.device),
             )
         return output.logits
+
+    def _images(self, forward, slots: Tensor):
+        """Context in which the text part is given what `prefill` was given for these tokens, int64 [1, n]."""
+        embedded, end = self._embedded, forward.end
+        if embedded is None or forward.append.first[0] >= embedded.num_tokens:
+            return contextlib.nullcontext()
+        if embedded.next_positions is not None:
+            (row,) = forward.append.rows
+            self._book.rows[row].next_positions = embedded.next_positions[:end]
+        return embedded.given(text_part_of(self.model), slots)
+
+    def _text_positions(self, forward, slots: Tensor) -> Tensor:
+        """int64, the positions of text at `slots`: further on behind images."""
+        after = [self._book.rows[row].next_positions for row in forward.append.rows]
+        if all(x is None for x in after):
+            return slots
+        ahead = [0 if x is None else int(x[-1]) - len(x) for x in after]
+        ahead = torch.tensor(ahead, device=self.device)[:, None]
+        return slots + (ahead if forward.packed is None else forward.packed.pack(ahead))
 
     def _recurrent(self, num_tokens: int):
         options = {"cp_group": self.cp_group, "config": self.config}

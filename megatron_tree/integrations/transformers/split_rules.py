@@ -6,8 +6,8 @@ output projection, MLPs, experts, embedding and LM head over all ranks, k and v 
 split over the head groups, too: then each rank of a group computes those of all its heads. Latent attention has one
 KV head, so all ranks share the tokens; its down projections are split by rows and their outputs gathered, or whole on
 every rank where messages take longer than reading them. Recurrent layers are split by their heads (recurrent_rules.py).
-Norms over all heads are split as these are. Other norms and routers are small and whole on every rank. Anything else is
-refused.
+Norms over all heads are split as these are. Other norms and routers are small and whole on every rank. So is the
+vision part of a model of images and text, which runs once for a prompt. Anything else is refused.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ...cache.gathered import Piece
 from .architectures import num_heads_kv
+from .image_prompts import modules_of_text
 from .recurrent_rules import HeadShare, Rule, attribute, rule_of
 from .weight_layout import HeadGroups, WeightLayout
 
@@ -71,7 +72,11 @@ def _find_pieces(model, world: int, rank: int, *, split_latents: bool, repeat_qu
     if config.model_type == "hrm_text":
         raise _refused(model, "layers", "it runs every layer several times for a token")
     layout = WeightLayout(world, rank, HeadGroups.of(world, config.num_attention_heads, kv_heads), repeat_queries)
-    for name, module in model.named_modules():
+    modules = modules_of_text(model)
+    inside = {name for name, _ in modules}
+    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    layout.whole |= {name for name in names if name.rpartition(".")[0] not in inside}
+    for name, module in modules:
         queries, output = (next((x for x in names if hasattr(module, x)), None) for names in (QUERIES, OUTPUTS))
         if rule := rule_of(module):
             _recurrent(layout, model, name, module, rule)
@@ -91,7 +96,7 @@ def _find_pieces(model, world: int, rank: int, *, split_latents: bool, repeat_qu
                 _mlp(layout, model, name, module, ups, down)
     words, head = model.get_input_embeddings(), model.get_output_embeddings()
     layout.num_logits = len(head.weight)
-    for name, module in model.named_modules():
+    for name, module in modules:
         if module is head:
             _rows(layout, name, module, [layout.share(len(module.weight))])
         elif module is words or (type(module) is nn.Embedding and len(module.weight) >= world):

@@ -1,0 +1,72 @@
+"""Images of a request: in plans, in the keys of what the cache holds, and where a chunk of the prompt may end."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+DTYPES = {str(x): x for x in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)}
+NAME_BITS = 24  # of a token's number in its name
+
+
+def packed(images: Mapping[str, Tensor]) -> dict[str, list]:
+    """Tensors as JSON has them."""
+    found = {}
+    for name, x in images.items():
+        data = x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        found[name] = [str(x.dtype), list(x.shape), base64.b64encode(data).decode()]
+    return found
+
+
+def unpacked(images: Mapping[str, list]) -> dict[str, Tensor]:
+    """The tensors of `packed`."""
+    return {
+        name: torch.frombuffer(bytearray(base64.b64decode(data)), dtype=DTYPES[dtype]).view(shape)
+        for name, (dtype, shape, data) in images.items()
+    }
+
+
+class PromptImages:
+    """The images of a prompt. prompt: int64 [n]; inputs: what the model's processor returned beside it; image_tokens:
+    those that stand for images. joined: whether an image's tokens see each other, so that no chunk ends inside.
+
+    Attributes: inputs. end: tokens up to the last one of an image, this one included.
+    """
+
+    def __init__(self, prompt: Tensor, inputs: Mapping[str, Tensor], image_tokens: Sequence[int], *, joined: bool):
+        self.inputs, inside = inputs, torch.isin(prompt, torch.tensor(image_tokens))
+        changes = F.pad(inside.int(), (1, 1)).diff().nonzero().flatten().tolist()
+        self._runs, self._joined = list(zip(changes[::2], changes[1::2], strict=True)), joined
+        self._first, self.end = self._runs[0][0], self._runs[-1][1]
+        digest = hashlib.sha256()
+        for name in sorted(inputs):
+            x = inputs[name].detach().cpu().contiguous()
+            digest.update(f"{name} {x.dtype} {list(x.shape)}".encode())
+            digest.update(x.flatten().view(torch.uint8).numpy().tobytes())
+        parts = [digest.digest()[i : i + 5] for i in range(0, 30, 5)]
+        self._digests = [int.from_bytes(part, "big") >> 1 << NAME_BITS for part in parts]  # 39 bits each
+
+    def named(self, tokens: Sequence[int], first: int) -> list[int]:
+        """Numbers that tell apart what the cache holds of these tokens, from position `first` on: those behind an image
+        differ with the images."""
+        count, digests = max(self._first - first, 0), self._digests
+        behind = enumerate(tokens[count:], first + count)
+        return [*tokens[:count], *(-1 - digests[at % len(digests)] - token for at, token in behind)]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest image that no chunk ends in."""
+        return max(stop - begin for begin, stop in self._runs) if self._joined else 0
+
+    def chunk(self, first: int, size: int) -> int:
+        """How many tokens to run from position `first` on: `size`, but whole images if these are joined."""
+        end = first + size
+        for begin, stop in self._runs if self._joined else ():
+            if begin < end < stop:
+                end = begin if begin > first else stop
+        return end - first
