@@ -144,7 +144,7 @@ def check_sharded(model):
     model.set_attn_implementation("tree")
     layout = plan_layout(model, world, rank)
     for name, parameter in model.named_parameters():
-        whole = parameter.dim() == 1 or name in layout.of_first_rank  # norms and biases
+        whole = parameter.dim() == 1 or name in layout.of_first_rank or name.startswith("model.vision_tower.")
         whole = whole or {*ROUTERS, *SMALL} & set(name.split("."))
         assert whole or layout.pieces[name].shape(parameter.shape).numel() <= 0.75 * parameter.numel(), name
     group = comm.neighbours(dist.group.WORLD, layout.heads.size, timeout_s=60.0)

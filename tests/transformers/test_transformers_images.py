@@ -8,10 +8,14 @@ from support.ranks import run_distributed
 
 pytest.importorskip("transformers")
 
+from megatron_tree import comm
 from megatron_tree.generation.requests import Request
 from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.generation.scheduler import Scheduler
 from megatron_tree.integrations import transformers as tree_hf
+from megatron_tree.integrations.transformers.attention import use_tree_attention
+from megatron_tree.integrations.transformers.split_model import split_model
+from megatron_tree.integrations.transformers.split_rules import plan_layout
 from support.hf_images import CONFIGS, image_model, image_rows, types_of
 from support.scheduling import tokens_of
 
@@ -154,3 +158,34 @@ def _preempted(rank, world):
 @pytest.mark.slow
 def test_an_answer_that_lost_its_row_embeds_its_images_again():
     run_distributed(_preempted, 2)
+
+
+def _sharded(rank, world, name):
+    model, (ids, inputs) = _model(name), _prompt(name)
+    want = _generated(model, ids, inputs)
+    use_tree_attention(model)
+    layout = plan_layout(model, world, rank)
+    whole = [n for n, _ in model.named_parameters() if n not in layout.pieces and n not in layout.of_first_rank]
+    assert any("vis" in n for n in whole) and not any("language_model" in n and "norm" not in n for n in whole)
+    group = comm.neighbours(dist.group.WORLD, layout.heads.size, timeout_s=60.0)
+    split_model(model, layout, dist.group.WORLD, timeout_s=60.0)
+    gathering = model.weight_gathering
+    for forced in (False, True) if gathering is not None else (None,):
+        if gathering is not None:
+            gathering.forced = forced
+        cache = tree_hf.TreeCache(model.config, cp_group=group, head_shares=layout.heads.shares, page_size=2)
+        runner = tree_hf.Runner(model, cache, token_group=dist.group.WORLD, chunk_size=16)
+        embedded, row = runner.embed(ids[0], inputs), runner.add()
+        logits = _steps(runner, row, runner.prefill(row, ids[0], embedded=embedded), want[0])
+        _near(logits, want[1], f"forced={forced}")
+
+
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        ("qwen3_vl", 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("qwen3_vl", 4), ("qwen3_5", 2), ("mistral3", 4))),
+    ],
+)
+def test_weights_of_the_text_part_over_all_ranks(name, world):
+    run_distributed(_sharded, world, name)

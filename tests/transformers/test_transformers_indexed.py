@@ -25,7 +25,6 @@ from support_matrix import refused
 NEW = 6
 WHOLE = {
     "dots3_note": "layers: they have different numbers of heads",
-    "mistral_large4": "vision_tower",
 }
 FAST = ("deepseek_v32", "hy_v4")  # without and with layers that share a selection
 
