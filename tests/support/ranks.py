@@ -62,6 +62,7 @@ PRELOAD_IF_IMPORTED = {
     "megatron.core": (),
     "transformers": ("transformers.models.llama.modeling_llama",),
     "deepspeed": ("torch.distributed.fsdp",),
+    "accelerate": ("torch.distributed.fsdp", "transformers.trainer", "accelerate.utils"),
     "megatron_tree": (),
 }
 POISONED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn)

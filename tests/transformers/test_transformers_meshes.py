@@ -50,10 +50,7 @@ class Wrapped(Case):
 FAST = {
     "DDP, dp 2 x sp 2, packed, accumulation": Wrapped(wrapper="DDP", dims=(2, 2), batches="packed"),
     "FSDP2, dp 2 x sp 2, padded, experts in other numbers of tiles": Wrapped(
-        wrapper="FSDP2", dims=(2, 2), batches="padded", family="qwen2_moe", mlp_tile=5, loss_tile=7
-    ),
-    "FSDP2, sp 4, tied weights, checkpointing": Wrapped(
-        wrapper="FSDP2", dims=(4,), family="smollm2", checkpointing=True, accumulate=1
+        wrapper="FSDP2", dims=(2, 2), batches="padded", family="qwen2_moe", mlp_tile=5, loss_tile=7, checkpointing=True
     ),
 }
 SLOW = {
@@ -178,9 +175,7 @@ def _check(cases):
 
 
 @pytest.mark.supports("`DistributedDataParallel`", with_="dp = 2, sp = 2; packed, accumulation, clipping")
-@pytest.mark.supports(
-    "FSDP2 (`fully_shard`)", with_="dp = 2, sp = 2 and sp = 4; padded, experts in tiles, tied weights"
-)
+@pytest.mark.supports("FSDP2 (`fully_shard`)", with_="dp = 2, sp = 2; padded, experts in tiles, checkpointing")
 def test_wrapped_on_data_and_sequence_ranks():
     _check(FAST)
 
@@ -273,6 +268,6 @@ def test_wrappers_and_meshes_of_other_ranks_are_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.supports("FSDP2 (`fully_shard`)", with_="replicas of shards (HSDP)")
+@pytest.mark.supports("FSDP2 (`fully_shard`)", with_="sp = 4; tied weights; replicas of shards (HSDP)")
 def test_wrapped_on_other_meshes():
     _check(SLOW)

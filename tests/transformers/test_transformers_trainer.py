@@ -127,21 +127,13 @@ def _compare(found, weights, want_found, want_weights):
         assert largest((p - want_weights[name]).abs().flatten().tolist()) < SAME, name
 
 
-def _check(tmp_path, world, cases):
+CASES = (("padded", False, 2, False, None), ("packed", False, 2, True, {"dp_shard_size": 2, "cp_size": 2}))
+
+
+def _check(tmp_path, cases):
     runs = {case[:2] for case in cases}
     (want,) = run_distributed(_plain, 1, tmp_path / "plain", runs, timeout=250, env=ADDRESS, fresh=True)
-    run_distributed(_sharded, world, tmp_path, cases, want, timeout=500, env=ADDRESS, fresh=True)
-
-
-@pytest.mark.supports("`transformers.Trainer`", with_="DDP, FSDP2; dp = 2, sp = 2; padded, packed; ParallelismConfig")
-@pytest.mark.timeout(600)
-def test_trainer_under_ddp_and_fsdp2(tmp_path):
-    """ParallelismConfig means our sequence ranks, with the masks of padding and packed documents."""
-    cases = (
-        ("padded", False, 2, False, None),
-        ("packed", False, 2, True, {"dp_shard_size": 2, "cp_size": 2}),
-    )
-    _check(tmp_path, 4, cases)
+    run_distributed(_sharded, 4, tmp_path, cases, want, timeout=500, env=ADDRESS, fresh=True)
 
 
 def _accelerated(rank, world):
@@ -155,6 +147,7 @@ def _accelerated(rank, world):
     from megatron_tree.integrations.transformers.accelerated import prepare_data_loader
     from support.hf_models import tiny_model
 
+    AcceleratorState._reset_state(reset_partial_state=True)
     accelerator, model = Accelerator(cpu=True), tiny_model("llama").train()
     parallel = register_sequence_parallel(model, sp_size=world // 2 or 1)
     wrapped, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5))
@@ -171,15 +164,6 @@ def _accelerated(rank, world):
         model(**parallel.shard_batch(batch))
     AcceleratorState._reset_state(reset_partial_state=True)
     return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-@pytest.mark.supports("Accelerate", with_="`Accelerator`, DDP; dp = 2, sp = 2; padded")
-def test_a_loop_with_accelerate():
-    """Batches of a sequence group are equal, else shard_batch raises; without masks the model raises."""
-    ((losses, weights),) = run_distributed(_accelerated, 1, env=ADDRESS, fresh=True)
-    for found, moved in run_distributed(_accelerated, 4, env=ADDRESS, fresh=True):
-        assert len(found) == 4 and found == pytest.approx(losses, rel=SAME)
-        assert all((moved[name] - p).abs().max() < SAME for name, p in weights.items())
 
 
 def _refusals(rank, world, folder):
@@ -202,16 +186,37 @@ def _refusals(rank, world, folder):
     return said
 
 
-def test_what_trainer_refuses_of_fsdp_and_parallelism_config(tmp_path):
-    (said,) = run_distributed(_refusals, 1, tmp_path, env=ADDRESS, fresh=True)
-    wanted = (
+def _on_one_rank(rank, world, folder):
+    return (
+        _refusals(rank, world, folder),
+        _plain(rank, world, folder, {case[:2] for case in CASES}),
+        _accelerated(rank, world),
+    )
+
+
+def _on_four_ranks(rank, world, folder, want):
+    _sharded(rank, world, folder, CASES, want)
+    return _accelerated(rank, world)
+
+
+@pytest.mark.supports("`transformers.Trainer`", with_="DDP, FSDP2; dp = 2, sp = 2; padded, packed; ParallelismConfig")
+@pytest.mark.supports("Accelerate", with_="`Accelerator`, DDP; dp = 2, sp = 2; padded")
+@pytest.mark.timeout(600)
+def test_trainer_and_accelerate(tmp_path):
+    """ParallelismConfig means our sequence ranks, with the masks of padding and packed documents."""
+    options = {"timeout": 250, "env": ADDRESS, "fresh": True}  # once: processes take seconds to start
+    ((said, want, (losses, weights)),) = run_distributed(_on_one_rank, 1, tmp_path / "plain", **options)
+    refused = (
         "Accelerate uses DistributedType.MULTI_CPU here, not FSDP2",
         "tp_size=2",
         "'dp_shard': 2, 'cp': 2, 'sp': 1, 'tp': 1}: their product is not the number of ranks, 1",
         "sp_size=3 must be a positive integer that divides the 1 ranks",
     )
-    for text, want in zip(said, wanted, strict=True):
-        assert want in text
+    for text, want_text in zip(said, refused, strict=True):
+        assert want_text in text
+    for found, moved in run_distributed(_on_four_ranks, 4, tmp_path, want, **options):
+        assert len(found) == 4 and found == pytest.approx(losses, rel=SAME)
+        assert all((moved[name] - p).abs().max() < SAME for name, p in weights.items())
 
 
 @pytest.mark.slow
@@ -224,7 +229,7 @@ def test_trainer_with_lora_and_replicas(tmp_path):
         ("packed", False, 4, True, {"cp_size": 4}),
         ("packed", False, 2, False, {"dp_replicate_size": 2, "sp_size": 2}),
     )
-    _check(tmp_path, 4, cases)
+    _check(tmp_path, cases)
 
 
 @pytest.mark.slow
