@@ -47,6 +47,11 @@ def prepare_data_loader(loader: DataLoader, accelerator: Accelerator, parallel: 
     return prepared
 
 
+def launched_with(name: str) -> bool:
+    """Whether `accelerate launch` was told to use it: FSDP, PARALLELISM_CONFIG."""
+    return os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true"
+
+
 def read_parallelism(given: ParallelismConfig | None, *, fsdp: bool) -> tuple[int | None, ParallelismConfig | None]:
     """(ranks that share a sequence, what Accelerate is told) of a job that Accelerate would run with `given`.
 
@@ -54,7 +59,7 @@ def read_parallelism(given: ParallelismConfig | None, *, fsdp: bool) -> tuple[in
     over world / dp_replicate_size. given: None for the environment's (`accelerate launch --use_parallelism_config`).
     Raises: ValueError for sizes that aren't those of the world, and tensor parallelism.
     """
-    if given is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+    if given is None and launched_with("PARALLELISM_CONFIG"):
         given = ParallelismConfig()
     if given is None:
         return None, None

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 import transformers
 
 from ...config import TreeConfig
-from .accelerated import prepare_data_loader, read_parallelism
+from .accelerated import launched_with, prepare_data_loader, read_parallelism
 from .parallel import register_sequence_parallel
 
 if os.environ.get("DS_ACCELERATOR") == "cpu":  # before TrainingArguments start DeepSpeed's communication
@@ -62,7 +62,8 @@ class SequenceParallelMixin:
         _check_loss(type(self), args)
         _check_arguments(given)
         _ = args.device  # starts the process group
-        of_config, args.parallelism_config = read_parallelism(args.parallelism_config, fsdp=args.fsdp)
+        fsdp = bool(args.fsdp) or launched_with("FSDP")
+        of_config, args.parallelism_config = read_parallelism(args.parallelism_config, fsdp=fsdp)
         base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT, with the adapters
         register = register_sequence_parallel
         self._initialized = contextlib.nullcontext
@@ -81,7 +82,7 @@ class SequenceParallelMixin:
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        if self.args.fsdp and not self.accelerator.is_fsdp2:
+        if (self.args.fsdp or launched_with("FSDP")) and not self.accelerator.is_fsdp2:
             raise ValueError(
                 f"fsdp_config={self.args.fsdp_config}: Accelerate uses {self.accelerator.distributed_type} here, not "
                 "FSDP2: set version=2 or, on the CPU, leave fsdp out"
