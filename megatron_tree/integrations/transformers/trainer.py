@@ -19,13 +19,18 @@ import inspect
 import os
 
 import torch
+import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
 import transformers
+from transformers import PreTrainedModel
 
 from ...config import TreeConfig
+from . import trl
 from .accelerated import launched_with, prepare_data_loader, read_parallelism
+from .log_probs import LogProbs, gather_tokens, token_log_probs
 from .parallel import register_sequence_parallel
+from .token_tiles import IGNORED
 
 if os.environ.get("DS_ACCELERATOR") == "cpu":  # before TrainingArguments start DeepSpeed's communication
     from ..deepspeed.inference import skip_shared_memory_op
@@ -59,12 +64,14 @@ class SequenceParallelMixin:
     ):
         given = _by_name(type(self), values) | options
         model, args = given.get("model"), given.get("args")
-        _check_loss(type(self), args)
-        _check_arguments(given)
+        name = trl.trainer_of(_bases(type(self)))
+        _check_loss(type(self), args, name)
+        _check_arguments(given, name)
         _ = args.device  # starts the process group
         fsdp = bool(args.fsdp) or launched_with("FSDP")
         of_config, args.parallelism_config = read_parallelism(args.parallelism_config, fsdp=fsdp)
         base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT, with the adapters
+        trained = base.base_model if name == "RewardTrainer" and isinstance(base, PreTrainedModel) else base
         register = register_sequence_parallel
         self._initialized = contextlib.nullcontext
         if args.deepspeed_plugin is not None:
@@ -74,11 +81,14 @@ class SequenceParallelMixin:
             self._initialized = lambda: with_deepspeed.initialized_with(self.sequence_parallel)
         sp_size = of_config if sp_size is None else sp_size
         tiles = {"loss_tile": loss_tile, "mlp_tile": mlp_tile}
-        self.sequence_parallel = register(base, sp_size=sp_size, tree_config=tree_config, **tiles)
+        self.sequence_parallel = register(trained, sp_size=sp_size, tree_config=tree_config, **tiles)
+        if name in trl.ONLINE:
+            trl.count_batches(args, self.sequence_parallel)
         self._seed = (0, 0)  # the step, and batches in it
-        self._made = []  # the graph nodes of the losses that have not gone backward
+        self.made = []  # the graph nodes of the losses that have not gone backward
         super().__init__(*values, **options)
         self.can_return_loss = True
+        self._of_trl = None if name is None else trl.prepare(self, name, base)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -99,7 +109,8 @@ class SequenceParallelMixin:
         backward = self.accelerator.backward
 
         def backward_of_shards(loss, **options):
-            made, self._made = self._made, []
+            made = list(self.made)
+            self.made.clear()
             if not _comes_from(loss, made):
                 raise ValueError(
                     f"{type(self).__name__} trains on a loss that SequenceParallelMixin has not computed: its "
@@ -116,6 +127,8 @@ class SequenceParallelMixin:
 
     def _get_num_items_in_batch(self, batch_samples: list, device) -> torch.Tensor | None:
         """Tokens with a label in the batches of a step, on all data-parallel ranks."""
+        if self._of_trl is not None:
+            return super()._get_num_items_in_batch(batch_samples, device)  # TRL multiplies by the number of all ranks
         if not batch_samples or "labels" not in batch_samples[0]:
             return None
         count = sum((batch["labels"][:, 1:] != -100).sum() for batch in batch_samples).to(device)
@@ -123,19 +136,47 @@ class SequenceParallelMixin:
 
     def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch=None):
         """The loss of a batch that is equal on the ranks of a sequence group: the mean over all ranks' tokens."""
+        if self._of_trl is not None:
+            with self._of_trl():
+                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if "labels" not in inputs:
             raise ValueError(f"the batches have {sorted(inputs)} and no labels: choose a data_collator that makes them")
-        step, number = self._seed if self._seed[0] == self.state.global_step else (self.state.global_step, 0)
-        self._seed = step, number + 1
-        seed = step * self.args.gradient_accumulation_steps + number if self.model.training else None
-        shard = self.sequence_parallel.shard_batch(inputs, dropout_seed=seed)
         # the steps of an evaluation are not added up
-        outputs = model(**shard, num_items_in_batch=num_items_in_batch if self.model.training else None)
+        num_items_in_batch = num_items_in_batch if self.model.training else None
+        if self.compute_loss_func is not None:
+            outputs = self.token_log_probs(model, inputs)
+            labels = F.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)
+            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
+            if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+                loss = loss * self.sequence_parallel.dp_size  # as Transformers does: gradients are averaged
+            return (loss, outputs) if return_outputs else loss
+        options = {"num_items_in_batch": num_items_in_batch}
+        if self.args.label_smoothing_factor:
+            options["label_smoothing"] = self.args.label_smoothing_factor
+        outputs = model(**self._shard(inputs), **options)
         # a copy: if the model's own output goes to engine.backward, DeepSpeed's ZeRO 0 divides it by the accumulation
         loss = outputs.loss.clone()
         if loss.requires_grad:
-            self._made.append(loss.grad_fn)
+            self.made.append(loss.grad_fn)
         return (loss, outputs) if return_outputs else loss
+
+    def token_log_probs(self, model, inputs: dict, *, temperature: float = 1.0, entropy: bool = False) -> LogProbs:
+        """Log-probabilities of a batch's labels, [b, s] of all its tokens, for the loss of a compute_loss of your own.
+
+        Token i's are those of label i + 1; 0 where that is -100. Every rank of a sequence group has all of them, and
+        computes the same loss; its gradient is averaged over the data-parallel ranks.
+        """
+        shard = self._shard(inputs)
+        local = token_log_probs(model, shard, temperature=temperature, entropy=entropy)
+        whole = LogProbs(*(None if x is None else gather_tokens(x, shard) for x in local))
+        self.made += [x.grad_fn for x in whole if x is not None and x.requires_grad]
+        return whole
+
+    def _shard(self, inputs: dict) -> dict:
+        step, number = self._seed if self._seed[0] == self.state.global_step else (self.state.global_step, 0)
+        self._seed = step, number + 1
+        seed = step * self.args.gradient_accumulation_steps + number if self.model.training else None
+        return self.sequence_parallel.shard_batch(inputs, dropout_seed=seed)
 
     def prediction_step(self, model, inputs, prediction_loss_only: bool, ignore_keys=None):
         """The loss of an evaluation's batch."""
@@ -147,9 +188,8 @@ class SequenceParallelMixin:
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
 
-WHOLE_LOGITS = ("compute_metrics", "preprocess_logits_for_metrics", "compute_loss_func", "model_init")
+WHOLE_LOGITS = ("compute_metrics", "preprocess_logits_for_metrics", "model_init")
 OTHER_LOSS = "To train on another loss, use whole sequences, or a loop of your own with register_sequence_parallel"
-SFT = "trl.trainer.sft_trainer.SFTTrainer"  # its compute_loss adds metrics to the mixin's loss, unless loss_type is set
 
 
 def _bases(trainer: type) -> list[type]:
@@ -166,25 +206,24 @@ def _by_name(trainer: type, values: tuple) -> dict:
     return {}
 
 
-def _check_arguments(given: dict) -> None:
+def _check_arguments(given: dict, name: str | None) -> None:
+    """name: of TRL's trainer."""
     args = given.get("args")
     if given.get("model") is None or args is None:
         raise ValueError("model and args are needed: model_init and default arguments don't work on shards")
-    options = {name: given.get(name) for name in WHOLE_LOGITS}
-    for name, value in (options | {"label_smoothing_factor": args.label_smoothing_factor}).items():
-        if value:
-            raise ValueError(f"{name}={value!r} needs logits of whole sequences, which no rank has: leave it out")
+    for option in WHOLE_LOGITS:
+        if value := given.get(option):
+            raise ValueError(f"{option}={value!r} needs logits of whole sequences, which no rank has: leave it out")
+    if name is not None:
+        trl.check_arguments(name, args, given)
 
 
-def _check_loss(trainer: type, args) -> None:
+def _check_loss(trainer: type, args, name: str | None) -> None:
     """Raise ``ValueError`` for a trainer or arguments with a loss of their own."""
     for cls in _bases(trainer):
-        if cls is transformers.Trainer:
+        if cls is transformers.Trainer or name is not None:
             break
-        if f"{cls.__module__}.{cls.__qualname__}" == SFT:
-            if (kind := getattr(args, "loss_type", None)) not in (None, "nll"):
-                raise ValueError(f"loss_type={kind!r} is another loss than the mean cross entropy: leave it out")
-        elif "compute_loss" in vars(cls):
+        if "compute_loss" in vars(cls):
             raise ValueError(
                 f"{cls.__name__} has a compute_loss of its own, which SequenceParallelMixin replaces with the mean "
                 "cross entropy of all ranks' tokens. If it only reads the loss, move it to a subclass of "
