@@ -1,4 +1,4 @@
-"""TRL's trainers on sharded sequences: losses, gradient norms and weights of TRL's own on one rank."""
+"""Trainers with other losses on sharded sequences, TRL's among them: what is logged, and the weights, on one rank."""
 
 import pytest
 import torch
@@ -62,6 +62,16 @@ def _make(name, trainer, folder, ranks, **more):
     size = {"per_device_train_batch_size": 4 // ranks, "per_device_eval_batch_size": 4 // ranks}
     config = lambda kind, **options: getattr(trl, kind)(str(folder), **ARGUMENTS | size | options)  # noqa: E731
     options = {"processing_class": _tokenizer()} | more
+    if name in ("smoothed", "weighted"):
+        rows = [_tokenizer()(text)["input_ids"] for text in SENTENCES * 4]
+        data = [{"input_ids": ids, "labels": [-100] * (i % 5) + ids[i % 5 :]} for i, ids in enumerate(rows)]
+        collator = transformers.DataCollatorForSeq2Seq(_tokenizer())
+        if name == "weighted":
+            options["compute_loss_func"] = _weighted if "sp_size" in more else _weighted_logits
+        smoothing = 0.1 if name == "smoothed" else 0.0
+        own = {"gradient_accumulation_steps": 2, "label_smoothing_factor": smoothing, "eval_strategy": "steps"}
+        args = transformers.TrainingArguments(str(folder), **ARGUMENTS | size | own | {"eval_steps": 2})
+        return trainer(_model(), args, collator, data, data[:8], **options)
     if name in ("sft", "packed"):
         data = Dataset.from_list([{"prompt": s[:7], "completion": s[7:]} for s in SENTENCES * 4])
         if name == "packed":
@@ -85,11 +95,13 @@ def _make(name, trainer, folder, ranks, **more):
             model=_model(), ref_model=_model(seed=2), args=args, train_dataset=Dataset.from_list(rows), **options
         )
     data = Dataset.from_list([{"prompt": s[: 5 + i % 7]} for i, s in enumerate(SENTENCES * 4)])
-    kind = {"grpo": "GRPOConfig", "rloo": "RLOOConfig"}[name]
+    kind = "RLOOConfig" if name == "rloo" else "GRPOConfig"
     online = {"num_generations": 8, "max_completion_length": 10, "per_device_train_batch_size": 8}
     if name == "grpo":
         online |= {"steps_per_generation": 2, "num_iterations": 2, "gradient_accumulation_steps": 1}
         online |= {"mask_truncated_completions": False, "entropy_coef": 0.01}
+    elif name == "rollout":  # data-parallel ranks would sample by other random numbers
+        online["per_device_train_batch_size"], options["rollout_func"] = 16 // ranks, _rollout
     model = _model()
     if name == "rloo":  # TRL loads the reference from where the model came from
         _model(seed=2).save_pretrained(folder / "reference")
@@ -98,14 +110,43 @@ def _make(name, trainer, folder, ranks, **more):
     return trainer(model=model, reward_funcs=_reward, args=args, train_dataset=data, **options)
 
 
+def _weighted(outputs, labels, num_items_in_batch=None):
+    """Weights of tokens by their number, and more of it where the model is right."""
+    weights = (1 + labels % 3) * (1 + outputs.log_probs.detach().exp())
+    count = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
+    return -(weights * outputs.log_probs).sum() / count
+
+
+def _weighted_logits(outputs, labels, num_items_in_batch=None):
+    """The same from whole logits and labels that are not shifted."""
+    labels = labels[:, 1:]
+    log_probs = outputs.logits[:, :-1].log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    outputs.log_probs = log_probs.masked_fill(labels == -100, 0)
+    return _weighted(outputs, labels, num_items_in_batch)
+
+
 def _reward(completions, **options):
     return [sum(map(ord, text)) % 97 / 97 for text in completions]
 
 
-KINDS = dict.fromkeys(("sft", "packed"), "SFTTrainer") | {
-    "dpo": "DPOTrainer", "kto": "KTOTrainer", "reward": "RewardTrainer", "grpo": "GRPOTrainer", "rloo": "RLOOTrainer",
+def _rollout(prompts, trainer):
+    """Completions of eight lengths to each prompt."""
+    ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+    rows = [[(7 * (i % 8) + 3 * j + len(row)) % 120 + 1 for j in range(3 + i % 8)] for i, row in enumerate(ids)]
+    return {"prompt_ids": ids, "completion_ids": rows, "logprobs": None}
+
+
+KINDS = dict.fromkeys(("smoothed", "weighted"), "Trainer") | dict.fromkeys(("sft", "packed"), "SFTTrainer") | {
+    "dpo": "DPOTrainer", "kto": "KTOTrainer", "reward": "RewardTrainer", "rloo": "RLOOTrainer", "grpo": "GRPOTrainer",
+    "rollout": "GRPOTrainer",
 }  # fmt: skip
 CLOCKS = ("runtime", "per_second", "time", "flos")
+
+
+def _class(name):
+    import trl
+
+    return transformers.Trainer if KINDS[name] == "Trainer" else getattr(trl, KINDS[name])
 
 
 def _figures(trainer):
@@ -115,24 +156,21 @@ def _figures(trainer):
 
 
 def _plain(rank, world, folder, names):
-    import trl
-
     found = {}
     for name in names:
-        trainer = _make(name, getattr(trl, KINDS[name]), folder, 1)
+        trainer = _make(name, _class(name), folder, 1)
         trainer.train()
         found[name] = _figures(trainer)
     return found
 
 
 def _sharded(rank, world, folder, names, sp_size, want):
-    import trl
     from accelerate.state import AcceleratorState
 
     from megatron_tree.integrations.transformers.trainer import SequenceParallelMixin
 
     for name in names:
-        cls = type("Mine", (SequenceParallelMixin, getattr(trl, KINDS[name])), {})
+        cls = type("Mine", (SequenceParallelMixin, _class(name)), {})
         trainer = _make(
             name, cls, folder / name, world // sp_size, sp_size=sp_size, loss_tile=16 if name != "reward" else None
         )
@@ -150,12 +188,25 @@ def _sharded(rank, world, folder, names, sp_size, want):
 def _check(tmp_path, names, world, sp_size):
     (want,) = run_distributed(_plain, 1, tmp_path / "plain", names, timeout=250, env=ADDRESS, fresh=True)
     for name in names:
-        first, last = want[name][0][0], want[name][0][-2]
-        print(name, first, last)
+        norms = [log["grad_norm"] for log in want[name][0] if "grad_norm" in log]
+        assert len(norms) == STEPS and min(norms) > 1e-3, name
     run_distributed(_sharded, world, tmp_path, names, sp_size, want, timeout=500, env=ADDRESS, fresh=True)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", list(KINDS))
-def test_two_ranks(tmp_path, name):
-    _check(tmp_path, [name], 2, 2)
+def test_trainers_with_other_losses_on_two_ranks(tmp_path):
+    _check(tmp_path, ["smoothed", "weighted", "dpo", "grpo", "sft"], 2, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("names", [["packed", "kto"], ["reward", "rloo"]])
+def test_more_trainers_on_two_ranks(tmp_path, names):
+    _check(tmp_path, names, 2, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("names", "sp_size"), [(["weighted", "dpo", "rollout"], 2), (["reward", "sft", "grpo"], 4)])
+def test_four_ranks(tmp_path, names, sp_size):
+    _check(tmp_path, names, 4, sp_size)

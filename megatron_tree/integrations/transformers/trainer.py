@@ -141,8 +141,6 @@ class SequenceParallelMixin:
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if "labels" not in inputs:
             raise ValueError(f"the batches have {sorted(inputs)} and no labels: choose a data_collator that makes them")
-        # the steps of an evaluation are not added up
-        num_items_in_batch = num_items_in_batch if self.model.training else None
         if self.compute_loss_func is not None:
             outputs = self.token_log_probs(model, inputs)
             labels = F.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)
@@ -150,7 +148,8 @@ class SequenceParallelMixin:
             if num_items_in_batch is not None and self.args.average_tokens_across_devices:
                 loss = loss * self.sequence_parallel.dp_size  # as Transformers does: gradients are averaged
             return (loss, outputs) if return_outputs else loss
-        options = {"num_items_in_batch": num_items_in_batch}
+        # the steps of an evaluation are not added up
+        options = {"num_items_in_batch": num_items_in_batch if self.model.training else None}
         if self.args.label_smoothing_factor:
             options["label_smoothing"] = self.args.label_smoothing_factor
         outputs = model(**self._shard(inputs), **options)
