@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -55,9 +55,11 @@ class PrefixTree:
     """fp32 [n, s]: the weight of the token after each, 0 for a row's last one."""
     branches: tuple[Branch, ...] = field(repr=False)
 
-    def ranges(self, window: int | None = None) -> tuple[AttnSlice, ...]:
+    def ranges(self, window: int | None = None, chunk: int | None = None) -> tuple[AttnSlice, ...]:
         """The mask for `tree_attn_func(ranges=)`: a token sees those before it in its rows, and itself; of these the
-        last `window`, if given."""
+        last `window`, or those of its own `chunk` positions, if given."""
+        if chunk is not None:
+            return _in_chunks(self.branches, chunk)
         return _all_before(self.branches) if window is None else _last_before(self.branches, window)
 
     def runs(self) -> list[TreeRun]:
@@ -208,9 +210,8 @@ def _last_before(branches: tuple[Branch, ...], window: int) -> tuple[AttnSlice, 
         slices.append(AttnSlice((b.first, head), (b.first, head), "causal"))
         if head < b.end:
             slices.append(AttnSlice((head, b.end), (b.first + 1, b.end), "bidirectional"))
-        least, end, parent = b.depth - window + 1, b.depth, b.parent  # positions that the first query sees
-        while parent >= 0 and least < end:
-            a = branches[parent]
+        least = b.depth - window + 1  # position that the first query sees
+        for a, end in _before(branches, b, least):
             shift = a.first - a.depth
             seeing = min(b.end - b.first, end - least)  # queries that see some of a
             all_of_it = min(seeing, max(0, a.depth - least + 1))
@@ -219,8 +220,32 @@ def _last_before(branches: tuple[Branch, ...], window: int) -> tuple[AttnSlice, 
             if all_of_it < seeing:
                 keys = least + all_of_it + shift, end + shift
                 slices.append(AttnSlice((b.first + all_of_it, b.first + seeing), keys, "inverse"))
-            end, parent = a.depth, a.parent
     return tuple(slices)
+
+
+@functools.lru_cache(maxsize=16)
+def _in_chunks(branches: tuple[Branch, ...], chunk: int) -> tuple[AttnSlice, ...]:
+    """The same within chunks of positions."""
+    slices = []
+    for b in branches:
+        last = b.depth + b.end - b.first
+        cuts = [b.depth, *range((b.depth // chunk + 1) * chunk, last, chunk), last]
+        spans = [tuple(b.first + cut - b.depth for cut in span) for span in itertools.pairwise(cuts)]
+        slices += (AttnSlice(span, span, "causal") for span in spans)
+        least = b.depth // chunk * chunk
+        for a, end in _before(branches, b, least):
+            keys = max(a.first, least + a.first - a.depth), end + a.first - a.depth
+            slices.append(AttnSlice(spans[0], keys))
+    return tuple(slices)
+
+
+def _before(branches: tuple[Branch, ...], b: Branch, least: int) -> Iterator[tuple[Branch, int]]:
+    """The branches before b, and up to which position they are, as far as they have positions from `least` on."""
+    end, parent = b.depth, b.parent
+    while parent >= 0 and least < end:
+        a = branches[parent]
+        yield a, end
+        end, parent = a.depth, a.parent
 
 
 def _ids(i: int, row) -> list[int]:

@@ -36,13 +36,14 @@ def test_every_row_lies_in_the_tree(min_shared):
             assert tree.position_ids[0, at].tolist() == list(range(len(row)))
             assert tree.labels[0, at[:-1]].tolist() == row[1:]
             assert (index[len(row) :] == -1).all()
-        for window in (None, 1, 2, 5):
+        for window, chunk in ((None, None), (1, None), (2, None), (5, None), (None, 1), (None, 4)):
             num_tokens = tree.input_ids.shape[1]
             keep = torch.zeros(num_tokens, num_tokens, dtype=torch.bool)
             for row, index in zip(rows, tree.row_index):
                 for i in range(len(row)):
-                    keep[index[i], index[max(0, i + 1 - (window or i + 1)) : i + 1]] = True
-            ranges = tree.ranges(window)
+                    begin = max(0, i + 1 - window) if window else i // chunk * chunk if chunk else 0
+                    keep[index[i], index[begin : i + 1]] = True
+            ranges = tree.ranges(window, chunk)
             assert torch.equal(seen_in(ranges, num_tokens, num_tokens), keep)
             assert sum(piece.pairs for piece in ranges) == keep.sum()  # none twice
         if min_shared == 1:
@@ -164,3 +165,19 @@ def _error(layout, at, inputs, ranges, config, truth):
 def test_attention_over_ranks_matches_the_oracle():
     for found in run_distributed(_attend, 4):
         assert len(found) == 48 and largest(found.values()) < 1e-12, found
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([], {}, "rows has no row"),
+        ([[1], []], {}, r"rows\[1\] must be token ids"),
+        ([[1], [0.5]], {}, r"rows\[1\] must be token ids"),
+        ([[1, 2]], dict(weights=[[1]]), "weights has 1 numbers for row 0"),
+        ([[1, 2]], dict(weights=[]), "weights has 0 rows"),
+        ([[1, 2]], dict(min_shared=0), "min_shared=0 must be a positive integer"),
+    ],
+)
+def test_bad_rows(rows, options, message):
+    with pytest.raises(ValueError, match=message):
+        prefix_tree(rows, **options)

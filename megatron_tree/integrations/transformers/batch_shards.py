@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...attention.sequences import dispatch_documents, shard_sequence
+from ...attention.sequences import dispatch_documents, dispatch_prefix_tree, shard_sequence
 from ...comm import group_rank, group_size, process_group
 from ...config import TreeConfig
-from ...layout import Dispatched, document_positions, documents_over
+from ...layout import Dispatched, PrefixTree, document_positions, documents_over
+from .prefix_trees import with_tokens
 from .token_tiles import IGNORED
 
 BATCH_KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
@@ -60,6 +61,10 @@ class SequenceShard:
     whole: WholeBatch
     image_blocks: tuple[tuple[int, int], ...] = ()
     """(first, one past the last) token of each run of image tokens that see each other, of all rows in a line."""
+    prefix_tree: PrefixTree | None = None
+    """Of which the packed batch is; `documents` has one document then."""
+    weights: Tensor | None = None
+    """fp32 [1, t / p]: of the labels in the loss; None: 1 each."""
     token_values: Callable[[Tensor, Tensor], Tensor] | None = None
     """What the loss function makes of logits and labels instead of the mean (log_probs.py)."""
     used_by: dict = field(default_factory=dict)
@@ -78,6 +83,8 @@ class SequenceShard:
     def positions(self) -> Tensor:
         """int64 [s / p]: of each token in its row or document."""
         group = self.cp_group
+        if self.prefix_tree is not None:
+            return shard_sequence(self.prefix_tree.position_ids[0], group, 0, self.documents)
         return document_positions(self.layout, group_rank(group), group_size(group), device=self.row_lengths.device)
 
     @functools.cached_property
@@ -115,6 +122,7 @@ def shard_batch(
             pixel_values, image_grid_thw and what else the model takes for its images (docs/huggingface.md).
             mm_token_type_ids, token_type_ids [b, s]: 1 for tokens of images; with token_type_ids (Gemma 3) the tokens
             of an image see each other.
+            prefix_tree, alone: a `PrefixTree` of rows that begin alike, with its labels and their weights.
         cp_group: the ranks that share the sequence, a process group or a 1-D DeviceMesh; None for one rank.
         loss_group: all ranks whose gradients are averaged, likewise; default cp_group.
         tree_config: of the attention.
@@ -124,6 +132,10 @@ def shard_batch(
     Raises: ValueError for unknown keys, wrong shapes, and padding that is not on the right.
     """
     cp_group, loss_group = process_group(cp_group), process_group(loss_group)
+    options = {"cp_group": cp_group, "loss_group": cp_group if loss_group is None else loss_group}
+    options |= {"config": tree_config, "dropout_seed": dropout_seed}
+    if batch.get("prefix_tree") is not None:
+        return _shard_of_tree(with_tokens(batch), options)
     ids, labels, mask, positions = _checked(batch)
     of_text = positions if positions.dim() == 2 else positions[0]
     if len(positions) == 3 and positions.dim() == 3:
@@ -143,19 +155,40 @@ def shard_batch(
         shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         shard["labels"] = whole.share(shifted).masked_fill(rows < 0, IGNORED)
     about = SequenceShard(
-        cp_group=cp_group,
-        loss_group=cp_group if loss_group is None else loss_group,
-        config=tree_config,
         num_tokens=len(rows),
         documents=documents,
         whole_shape=tuple(ids.shape),
-        dropout_seed=dropout_seed,
         row_lengths=whole.share(ends) if packed else ends[:, :1],
         whole=whole,
         image_blocks=blocks,
+        **options,
     )
+    return _with_shard(shard, about)
+
+
+def _with_shard(shard: dict[str, Tensor], about: SequenceShard) -> dict:
     # with a mask of ones Transformers does not read the shard's positions as packed documents
     return shard | {"attention_mask": torch.ones_like(shard["input_ids"]), "use_cache": False, "sequence_shard": about}
+
+
+def _shard_of_tree(batch: dict, options: dict) -> dict:
+    """`shard_batch` of a prefix tree; its labels are the next tokens already."""
+    tree, ids, group = batch.pop("prefix_tree"), batch["input_ids"], options["cp_group"]
+    layout = dispatch_prefix_tree(tree, group)
+    rows = shard_sequence(torch.arange(ids.shape[1], device=ids.device), group, 0, layout, padding=-1)
+    fills = {"input_ids": 0, "position_ids": 0, "labels": IGNORED}
+    about = SequenceShard(
+        num_tokens=layout.num_rows,
+        documents=layout,
+        whole_shape=tuple(ids.shape),
+        row_lengths=(tree.row_index >= 0).sum(1).max().view(1, 1),
+        whole=WholeBatch(inputs={"input_ids": ids}, rows=rows, packed=True),
+        prefix_tree=tree,
+        weights=shard_sequence(tree.weights, group, 1, layout),
+        **options,
+    )
+    shard = {name: shard_sequence(batch[name], group, 1, layout, padding=fill) for name, fill in fills.items()}
+    return _with_shard(shard, about)
 
 
 def _checked(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:

@@ -65,6 +65,7 @@ def loss_over_all_ranks(
     logits [b, s / p, vocab], or `DeferredLogits`; labels int64 [b, s / p], shifted as `shard_batch` does it.
     Returns fp32, the same on every rank.
     num_items_in_batch: what to divide by instead, if one step has several batches: tokens of all of them with a label.
+        The tokens of a prefix tree count by their weights.
     plain_loss: the model's own loss, for evaluation of batches that are not from `shard_batch`.
     label_smoothing: the weight of the uniform distribution in the targets.
     If the shard asks for values of its tokens (log_probs.py) these are returned, and nothing is sent.
@@ -83,9 +84,10 @@ def loss_over_all_ranks(
 
     deferred = isinstance(logits, DeferredLogits)
     each = logits.of_tokens(losses, labels) if deferred else losses(logits.flatten(0, -2), labels)
-    total = each.sum()
+    weights = sequence_shard.weights
+    total = each.sum() if weights is None else (each * weights.flatten()).sum()
     limit = (sequence_shard.config or default_config()).timeout_s
-    count = (labels != IGNORED).sum()
+    count = (labels != IGNORED).sum() if weights is None else weights.sum()
     return _MeanOverRanks.apply(total, count, num_items_in_batch, sequence_shard.loss_group, limit)[0]
 
 

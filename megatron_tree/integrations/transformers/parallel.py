@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...comm import collective_call, group_size, outside_graphs
 from ...config import TreeConfig, default_config
 from .batch_shards import shard_batch
+from .prefix_trees import with_tokens
 from .token_tiles import IGNORED
 from .training import train_on_shards
 
@@ -107,6 +108,7 @@ class SequenceParallel:
         always = TreeConfig(check="always", timeout_s=self.tree_config.timeout_s)
         with collective_call("shard_batch", self.sp_group, always) as call:
             sharded = shard_batch(batch, cp_group=self.sp_group, **options)
+            batch = with_tokens(batch)
             _check_words(batch, self._vocab_size)
             if not self._compared:
                 self._compared = True

@@ -32,6 +32,7 @@ from .images import attend_to_images, share_images, with_image_positions
 from .indexed import index_on_ranks
 from .llama4 import chunk_size, has_temperature, layout_in_chunks, with_temperature
 from .loss import check_loss, loss_over_all_ranks
+from .prefix_trees import check_takes_tree
 from .recurrent_training import find_mixers, run_on_shards
 from .rope import follow_whole_rows, row_lengths
 from .token_tiles import DeferredLogits, tile_loss, tile_mlps
@@ -60,7 +61,12 @@ def attend_to_shard(
     shard.used_by[module.layer_idx] = None if window == -1 else window + 1
     if has_temperature(module):
         q = with_temperature(module, q, shard.positions)
-    if (chunk := chunk_size(module)) is not None:
+    chunk = chunk_size(module)
+    if shard.prefix_tree is not None:
+        del options["window_size"]
+        ranges = shard.prefix_tree.ranges(shard.used_by[module.layer_idx], chunk)
+        return tree_attn_func(q, k, v, ranges=ranges, layout=shard.documents, **options)
+    if chunk is not None:
         return tree_attn_func(q, k, v, causal=True, layout=layout_in_chunks(shard.layout, chunk), **options)
     if shard.image_blocks:
         return attend_to_images(q, k, v, shard=shard, options=options)
@@ -146,6 +152,8 @@ def _begin_call(model, args, kwargs) -> tuple | None:
     if shard is None:
         return None
     check_loss(model, model.loss_on_shards, kwargs.get("output_router_logits"))
+    if shard.prefix_tree is not None:
+        check_takes_tree(model, shard.prefix_tree)
     kwargs = with_image_positions(model, kwargs)
     current_shard.set(shard)
     row_lengths.set(shard.row_lengths)

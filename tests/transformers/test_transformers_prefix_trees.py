@@ -1,0 +1,144 @@
+"""Rows with shared prefixes as one packed row: losses and gradients of models are those of the separate rows."""
+
+import copy
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from support.ranks import run_distributed
+
+pytest.importorskip("transformers")
+
+import megatron_tree.integrations.transformers as tree_hf
+from megatron_tree import prefix_tree
+from support.hf_architectures import tiny_config
+from support.hf_models import CONFIGS, tiny_model
+from support.prefix_trees import grown
+from support.rounding import assert_near
+from transformers import AutoModelForCausalLM
+
+FAMILIES = ("llama", "qwen2", "gpt2", "llama4_text")  # windows; learned positions; chunks and temperatures
+
+
+def _rows(seed, count=6):
+    draw = random.Random(seed)
+    rows = grown(draw, count, vocab=3, longest=9)
+    weights = [[draw.choice([0, 1, 1, 0.5]) for _ in row] for row in rows]
+    return [[token + 5 for token in row] for row in rows], weights
+
+
+def _model(family):
+    """In float64, but for norms and rotary embeddings of all but gpt2; in evaluation: gpt2 has dropout."""
+    if family != "llama4_text":
+        return tiny_model(family).double().eval()
+    torch.manual_seed(1)
+    config = tiny_config(family)
+    config.attention_chunk_size = 5
+    return AutoModelForCausalLM.from_config(config).double().eval()
+
+
+def _grpo(log_probs, weights):
+    """Clipped ratios with an advantage for each row, nonlinear in its log-probabilities. log_probs, weights: [n, s]."""
+    advantages = torch.linspace(-1, 1, len(log_probs), dtype=log_probs.dtype)[:, None]
+    ratio = torch.exp(log_probs - 0.9 * log_probs.detach())
+    each = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages) * weights
+    return -(each.sum(1) / weights.sum(1).clamp(min=1)).mean() + 0.01 * log_probs.sum(1).square().mean()
+
+
+def _plain(model, rows, weights):
+    """(log-probabilities [n, s] of the tokens after each, weights [n, s]) row by row."""
+    longest = max(map(len, rows))
+    log_probs, of_rows = [], []
+    for row, given in zip(rows, weights, strict=True):
+        logits = model(input_ids=torch.tensor([row]), use_cache=False).logits[0, :-1]
+        values = logits.log_softmax(-1).gather(-1, torch.tensor(row[1:])[:, None])[:, 0]
+        counted = torch.tensor(given[1:], dtype=values.dtype)
+        log_probs.append(F.pad(values * (counted != 0), (0, longest - len(values))))
+        of_rows.append(F.pad(counted, (0, longest - len(values))))
+    return torch.stack(log_probs), torch.stack(of_rows)
+
+
+def _gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return [p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
+
+
+def _averaged(grads):
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        for grad in grads:
+            dist.all_reduce(grad)
+            grad /= dist.get_world_size()
+    return grads
+
+
+def _trees(rank, world, families, seeds):
+    group = dist.group.WORLD if world > 1 else None
+    for family in families:
+        plain = _model(family)
+        model = copy.deepcopy(plain)
+        tree_hf.train_on_shards(model)
+        for seed in seeds:
+            rows, weights = _rows(seed)
+            tree = prefix_tree(rows, weights=weights, min_shared=1 + seed % 3)
+            shard = tree_hf.shard_batch({"prefix_tree": tree}, cp_group=group)
+            log_probs, counted = _plain(plain, rows, weights)
+            expected = -(log_probs * counted).sum() / counted.sum()
+            loss = model(**shard).loss
+            assert_near(loss, expected, length=1000)
+            truth = _gradients(plain, expected)
+            for mine, grad in zip(_averaged(_gradients(model, loss)), truth, strict=True):
+                assert_near(mine, grad, length=1000)
+
+            shard = tree_hf.shard_batch({"prefix_tree": tree}, cp_group=group)
+            log_probs, counted = _plain(plain, rows, weights)
+            values = tree_hf.token_log_probs(model, shard).log_probs
+            mine = tree.next_of_rows(tree_hf.gather_tokens(values, shard))
+            assert_near(mine, log_probs, length=1000)
+            truth = _gradients(plain, _grpo(log_probs, counted))
+            grads = _averaged(_gradients(model, _grpo(mine, tree.row_weights.double())))
+            for got, grad in zip(grads, truth, strict=True):
+                assert_near(got, grad, length=1000)
+    return True
+
+
+def test_losses_and_gradients_are_those_of_the_rows():
+    """Trees that branch at several depths, on one rank: the mean loss, and a loss of the rows' log-probabilities."""
+    _trees(0, 1, FAMILIES, range(2))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_losses_and_gradients_over_ranks(world):
+    assert all(run_distributed(_trees, world, FAMILIES[world // 4 :: 2], [world]))
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("falcon_h1", "FalconH1ForCausalLM has layers with a recurrent state"),
+        ("llama_dynamic", "a rotary embedding that differs for rows of 3 and 40 tokens"),
+        ("deepseek_v32", "attention to keys that an index selects"),
+        ("dropout", "attention dropout=0.1, for which ranges have no mask"),
+    ],
+)
+def test_models_that_take_no_tree(family, message):
+    if family == "dropout":
+        model = tiny_model("llama").train()
+        model.config.attention_dropout = 0.1
+    else:
+        model = tiny_model(family) if family in CONFIGS else AutoModelForCausalLM.from_config(tiny_config(family))
+    tree_hf.train_on_shards(model)
+    shard = tree_hf.shard_batch({"prefix_tree": prefix_tree([[5, 6, 7], [5] * 40])}, cp_group=None)
+    with pytest.raises(ValueError, match=message):
+        model(**shard)
+
+
+def test_a_batch_is_the_tree_alone():
+    tree = prefix_tree([[5, 6], [5, 7]])
+    with pytest.raises(ValueError, match="batch has .'labels'. beside prefix_tree"):
+        tree_hf.shard_batch({"prefix_tree": tree, "labels": tree.labels}, cp_group=None)
+    with pytest.raises(ValueError, match="is a list: it must be what prefix_tree.rows. returned"):
+        tree_hf.shard_batch({"prefix_tree": [[5, 6]]}, cp_group=None)
