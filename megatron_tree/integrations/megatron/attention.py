@@ -15,6 +15,7 @@ from torch import Tensor
 from ... import comm
 from ...attention.functional import tree_attn_func, tree_attn_varlen_func
 from ...config import TreeConfig, default_config
+from ...layout import PrefixTree
 from . import compat
 
 compat.megatron_version()  # a clear error before the imports below fail
@@ -264,7 +265,21 @@ class TreeDotProductAttention(MegatronModule):
         else:
             options |= dict(cu_seqlens=packed.cu_seqlens_q, cu_seqlens_padded=packed.cu_seqlens_q_padded)
         check_cut(packed, options["cp_group"])
+        if getattr(packed, "prefix_tree", None) is not None:
+            return self._over_tree(query, key, value, packed.prefix_tree, options)
         return self._out(tree_attn_varlen_func(query, key, value, **options)).flatten(1)
+
+    def _over_tree(self, query, key, value, tree: PrefixTree, options: dict) -> Tensor:
+        """Attention of rows that share tokens."""
+        if self.is_cross or not options.pop("causal") or options["dropout_p"]:
+            raise ValueError(
+                f"layer {self.layer_number} (cross attention: {self.is_cross}, {self.attn_mask_type}, "
+                f"attention_dropout={options['dropout_p']}) takes no prefix_tree, which is for causal self attention "
+                "without dropout: set attention_dropout to 0, or pack the rows as documents"
+            )
+        window = options.pop("window_size")[0]
+        options["ranges"] = tree.ranges(None if window < 0 else window + 1)
+        return self._out(tree_attn_func(query[None], key[None], value[None], **options))[0].flatten(1)
 
     def _out(self, result: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         """Keep the largest logits since the last `clip_qk`, where Megatron's optimizer step looks for them."""

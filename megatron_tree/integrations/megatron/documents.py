@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from ... import comm
-from ...attention.sequences import dispatch_documents, shard_sequence
+from ...attention.sequences import dispatch_documents, dispatch_prefix_tree, shard_sequence
 from ...config import default_config
 from ...layout import (
     Dispatched,
+    PrefixTree,
     document_bounds,
     document_positions,
     documents_over,
@@ -41,6 +42,8 @@ class TreePackedSeqParams(PackedSeqParams):
     """Megatron's `PackedSeqParams` of one document over all rows, and the layout of the real ones."""
 
     layout: Dispatched | None = None
+    prefix_tree: PrefixTree | None = field(default=None, repr=False)
+    """Of which the batch is; the layout has one document then."""
     positions: Tensor | None = field(default=None, repr=False)
     """int64 [rows of this rank]: positions for the rotary embedding; None: those in the whole sequence."""
     embedded: bool = False
@@ -75,7 +78,8 @@ def is_one_document(packed: Any) -> bool:
 def check_cut(packed: Any, cp_group: Any) -> None:
     """Raise a ValueError for a packed batch that is not cut document by document, but of which Megatron thinks so."""
     whole = getattr(packed, "layout", None) is None and compat.cuts_packed_rows_as_a_whole()
-    if (whole or not getattr(packed, "embedded", True)) and comm.group_size(cp_group) > 1:
+    matters = comm.group_size(cp_group) > 1 or getattr(packed, "prefix_tree", None) is not None
+    if (whole or not getattr(packed, "embedded", True)) and matters:
         raise ValueError(
             "this packed batch is not cut document by document (dispatch_batch, or "
             "--dataloader-inter-document-masking), but the model's rotary embedding takes it to be: call "
@@ -85,7 +89,12 @@ def check_cut(packed: Any, cp_group: Any) -> None:
 
 
 def dispatch_batch(
-    batch: dict[str, Any], cu_seqlens: Any, *, cp_group: Any = None, over_data: bool = False, multiple_of: int = 1
+    batch: dict[str, Any],
+    cu_seqlens: Any = None,
+    *,
+    cp_group: Any = None,
+    over_data: bool = False,
+    multiple_of: int = 1,
 ) -> tuple[dict[str, Any], TreePackedSeqParams]:
     """This rank's share of a packed batch, with short documents whole on one rank; no document needs padding.
 
@@ -96,7 +105,8 @@ def dispatch_batch(
     Args:
         batch: tensors [1, t]; tokens, labels, loss_mask and position_ids are cut (padding rows get 0), others are
             returned as they are. Missing position_ids are made; those of multimodal rotary embeddings are [3, 1, t].
-        cu_seqlens: int32 [n + 1], from 0 to t: boundaries of the documents, without padding.
+            Or prefix_tree, a `PrefixTree`, instead of these: loss_mask then has the labels' weights.
+        cu_seqlens: int32 [n + 1], from 0 to t: boundaries of the documents, without padding. Not for a prefix_tree.
         cp_group: the ranks that share this batch, a process group or 1-D DeviceMesh; default: Megatron's
             context-parallel group. With another one, such as all data- and context-parallel ranks, attention and
             recurrent layers of this batch run over those.
@@ -107,6 +117,10 @@ def dispatch_batch(
     Returns: the batch, and the `packed_seq_params` to call the model with.
     Raises: ValueError for bad boundaries, tensors of another length, and over_data with a cp_group.
     """
+    if batch.get("prefix_tree") is not None:
+        return _dispatch_tree(batch, cu_seqlens, cp_group, over_data, math.lcm(2, multiple_of))
+    if cu_seqlens is None:
+        raise ValueError("cu_seqlens is missing: pass the documents' boundaries, or a batch with a prefix_tree")
     tensors = {name: batch[name] for name in SHARDED if batch.get(name) is not None}
     if not tensors:
         raise ValueError(f"batch has entries {sorted(batch)}: one of {', '.join(SHARDED)} is needed")
@@ -141,6 +155,28 @@ def _gathered(
         gather = functools.partial(comm.gather_rows, counts=num_tokens, group=group, timeout_s=config.timeout_s)
         whole = {name: gather(x[0].contiguous())[None] for name, x in tensors.items()}
     return whole, (0, *itertools.accumulate(lengths.tolist()))
+
+
+def _dispatch_tree(
+    batch: dict, cu_seqlens: Any, cp_group: Any, over_data: bool, multiple_of: int
+) -> tuple[dict, TreePackedSeqParams]:
+    """`dispatch_batch` of a prefix tree; its labels are the next tokens already."""
+    tree = batch["prefix_tree"]
+    group = compat.context_parallel_group() if cp_group is None else comm.process_group(cp_group)
+    given = sorted({*batch} & {*SHARDED}) + ([] if cu_seqlens is None else ["cu_seqlens"])
+    given += ["over_data=True"] if over_data else []
+    if given or not isinstance(tree, PrefixTree):
+        raise ValueError(
+            f"prefix_tree is a {type(tree).__name__}, beside {given}: it must be what prefix_tree(rows) returned, and "
+            "takes none of these"
+        )
+    layout = dispatch_prefix_tree(tree, group, multiple_of=multiple_of)
+    labels = tree.labels.clamp(min=0)  # -100 has weight 0
+    tensors = dict(tokens=tree.input_ids, labels=labels, loss_mask=tree.weights, position_ids=tree.position_ids)
+    share = {name: shard_sequence(x, group, 1, layout) for name, x in tensors.items()}
+    packed = TreePackedSeqParams.of(layout, share["position_ids"][0], labels.device, group)
+    packed.prefix_tree = tree
+    return {**{name: x for name, x in batch.items() if name != "prefix_tree"}, **share}, packed
 
 
 def use_dispatched_documents(model: Any) -> Any:
@@ -187,6 +223,18 @@ def _refuse(module: Any, packed: TreePackedSeqParams | None = None) -> None:
         )
 
 
+def _refuse_tree(model: Any) -> None:
+    refused = next((type(module).__name__ for module in model.modules() if compat.is_recurrent(module)), None)
+    reason = "a recurrent state, which would have to part where rows do"
+    if getattr(model, "position_embedding_type", None) == "mrope":
+        refused, reason = type(model).__name__, "multimodal positions (position_embedding_type='mrope')"
+    if refused:
+        raise ValueError(
+            f"{refused} has {reason}: it takes no prefix_tree. Pack the rows as documents (dispatch_batch with "
+            "cu_seqlens)"
+        )
+
+
 class _LaidOutEmbedding:
     """The forward of a rotary embedding that puts each row of `packed` where Megatron will look for it."""
 
@@ -230,6 +278,8 @@ def _tell_embedding(module: Any) -> None:
         if packed is None:
             return None
         _refuse(module, packed)
+        if packed.prefix_tree is not None:
+            _refuse_tree(module)
         packed.embedded = True
         packed.show_to(compat.context_parallel_group(module))
         call.arguments["packed_seq_params"] = packed

@@ -1,0 +1,115 @@
+"""Rows with shared prefixes as one thd batch of a GPTModel, against every row alone with Megatron's attention."""
+
+import dataclasses
+import functools
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("megatron.core")
+
+from megatron_tree import prefix_tree, unshard_sequence
+from support.megatron_hybrid import build_hybrid, mixers_in_torch
+from support.megatron_models import Case, build_model, check, gradients_over_cp, megatron, reference_of
+from support.prefix_trees import grown
+from support.ranks import run_distributed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows(Case):
+    """Rows that begin alike, of at most 32 tokens, and how many rows of a rank there are multiples of."""
+
+    multiple_of: int = 3
+
+
+def _rows():
+    draw = random.Random(3)
+    rows = grown(draw, 7, vocab=3, longest=10)
+    return rows, [[draw.choice([0.0, 1.0, 2.0]) for _ in row] for row in rows]
+
+
+def each_alone(case):
+    """(weighted losses [n, 1, s] of the rows, gradients of their sum)."""
+    model, (rows, weights), found = build_model(case), _rows(), []
+    for row, given in zip(rows, weights, strict=True):
+        row, given = torch.tensor([row]), torch.tensor([given])
+        losses = torch.zeros(1, max(map(len, rows)))
+        if row.shape[1] > 1:
+            positions = torch.arange(row.shape[1] - 1)[None]
+            each = model(row[:, :-1], positions, None, labels=row[:, 1:]) * given[:, 1:]
+            each.sum().backward()
+            losses[:, : row.shape[1] - 1] = each.detach()
+        found.append(losses)
+    return torch.stack(found), gradients_over_cp(model)
+
+
+def as_tree(case):
+    """The same of the model that gets their tree."""
+    from megatron.core import parallel_state
+
+    from megatron_tree.integrations import megatron as tree_mcore
+
+    group, (rows, weights) = parallel_state.get_context_parallel_group(), _rows()
+    tree = prefix_tree(rows, weights=weights)
+    batch, packed = tree_mcore.dispatch_batch({"prefix_tree": tree}, multiple_of=case.multiple_of)
+    model = tree_mcore.use_dispatched_documents(build_model(case))
+    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=packed)
+    (losses * batch["loss_mask"]).sum().backward()
+    assert losses.shape[1] % case.multiple_of == 0
+    whole = unshard_sequence(losses.detach(), group, 1, packed.layout)
+    return (tree.rows_of(whole) * tree.row_weights)[:, None], gradients_over_cp(model)
+
+
+def alone(case):
+    return dataclasses.replace(reference_of(case), multiple_of=1)
+
+
+WINDOW = (("window_size", (5, 0)), ("window_attn_skip_freq", 2), ("softmax_type", "learnable"))
+RECOMPUTED = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.supports("rows that share prefixes (prefix_tree)", with_="cp = 1, 2, 4; MLA, windows, sinks, Ulysses")
+def test_losses_and_gradients_are_those_of_the_rows(cp):
+    case = functools.partial(Rows, cp=cp, tree=True, batch=1)
+    kinds = {1: [{}, {"extra": WINDOW}, {"positions": "learned_absolute"}], 4: [{}, {"cp_comm_type": "a2a"}]}
+    kinds[2] = [{"extra": WINDOW + RECOMPUTED}, {"mla": True}, {"positions": "learned_absolute"}]
+    check(cp, [case(**kind) for kind in kinds[cp]], run=as_tree, reference=alone, run_reference=each_alone)
+
+
+def _refused(rank, world):
+    from megatron_tree.integrations import megatron as tree_mcore
+
+    case, said = Rows(cp=world, tree=True, batch=1), []
+
+    def refused(build, **options):
+        batch, packed = tree_mcore.dispatch_batch({"prefix_tree": tree})
+        model = tree_mcore.use_dispatched_documents(build(dataclasses.replace(case, **options)))
+        with pytest.raises(ValueError) as error:
+            model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=packed)
+        said.append(str(error.value))
+
+    with megatron(tp=1, pp=1, cp=world), mixers_in_torch():
+        tree = prefix_tree(_rows()[0])
+        batch, packed = tree_mcore.dispatch_batch({"prefix_tree": tree})
+        with pytest.raises(ValueError, match="call .*use_dispatched_documents"):  # its positions would be others
+            build_model(case)(batch["tokens"], batch["position_ids"], None, packed_seq_params=packed)
+        refused(functools.partial(build_hybrid, pattern="M*-M"))
+        refused(build_model, extra=(("attention_dropout", 0.1),))
+        for batch, bounds in (({"prefix_tree": tree, "tokens": None}, None), ({"prefix_tree": 1}, None)):
+            with pytest.raises(ValueError) as error:
+                tree_mcore.dispatch_batch(batch, bounds)
+            said.append(str(error.value))
+    dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.refuses("prefix_tree with recurrent layers or attention dropout", when="the forward")
+def test_what_takes_no_tree(world):
+    for recurrent, dropout, beside, other in run_distributed(_refused, world):
+        assert "MambaMixer has a recurrent state" in recurrent
+        assert "attention_dropout=0.1" in dropout and "takes no prefix_tree" in dropout
+        assert "beside ['tokens']" in beside and "prefix_tree is a int" in other
