@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 from support.ranks import run_distributed
 
@@ -14,12 +15,14 @@ pytest.importorskip("transformers")
 
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree import prefix_tree
-from support.hf_architectures import tiny_config
+from support.hf_architectures import SERVED, random_model, tiny_config
 from support.hf_models import CONFIGS, tiny_model
 from support.prefix_trees import grown
 from support.rounding import assert_near
 from transformers import AutoModelForCausalLM
 
+OWN_POSITIONS = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")
+WITH = "rows that share prefixes (prefix_tree)"
 FAMILIES = ("llama", "qwen2", "gpt2", "llama4_text")  # windows; learned positions; chunks and temperatures
 
 
@@ -105,6 +108,10 @@ def _trees(rank, world, families, seeds):
     return True
 
 
+@pytest.mark.supports("`llama4_text`", with_=WITH)
+@pytest.mark.supports("`gpt2`", with_=WITH)
+@pytest.mark.supports("`qwen2`", with_=WITH)
+@pytest.mark.supports("`llama`", with_=WITH)
 def test_losses_and_gradients_are_those_of_the_rows():
     """Trees that branch at several depths, on one rank: the mean loss, and a loss of the rows' log-probabilities."""
     _trees(0, 1, FAMILIES, range(2))
@@ -113,6 +120,60 @@ def test_losses_and_gradients_are_those_of_the_rows():
 @pytest.mark.parametrize("world", [2, 4])
 def test_losses_and_gradients_over_ranks(world):
     assert all(run_distributed(_trees, world, FAMILIES[world // 4 :: 2], [world]))
+
+
+def _cases():
+    """Architectures of causal language models that train on shards, but those above."""
+    for name in SERVED:
+        if name not in OWN_POSITIONS and name not in FAMILIES:
+            marks = [
+                pytest.mark.supports(f"`{name}`", with_=WITH),
+                pytest.mark.slow,
+            ]
+            yield pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", _cases())
+def test_architectures(name):
+    plain = random_model(name).eval()
+    model = copy.deepcopy(plain)
+    tree_hf.train_on_shards(model)
+    rows, weights = _rows(1)
+    tree = prefix_tree(rows, weights=weights)
+    log_probs, counted = _plain(plain, rows, weights)
+    expected = -(log_probs * counted).sum() / counted.sum()
+    truth = _gradients(plain, expected)
+    loss = model(**tree_hf.shard_batch({"prefix_tree": tree}, cp_group=None)).loss
+    assert_near(loss, expected, length=1000)
+    largest = max(grad.abs().max() for grad in truth)
+    for mine, grad in zip(_gradients(model, loss), truth, strict=True):
+        if grad.abs().max() > 1e-5 * largest:  # not biases of keys, whose gradients cancel out
+            assert_near(mine, grad, length=10_000)
+
+
+def _groups(rank, world, checkpointing):
+    """Two sequence groups of two ranks, which get different trees."""
+    plain = _model("llama")
+    model = copy.deepcopy(plain).train()
+    parallel = tree_hf.register_sequence_parallel(model, sp_size=2, loss_tile=3)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    wrapped = DistributedDataParallel(model)
+    batches = [_rows(seed) for seed in range(2)]
+    found = [_plain(plain, *batch) for batch in batches]
+    expected = -sum((x * w).sum() for x, w in found) / sum(w.sum() for _, w in found)
+    rows, weights = batches[parallel.dp_rank]
+    loss = wrapped(**parallel.shard_batch({"prefix_tree": prefix_tree(rows, weights=weights)})).loss
+    assert_near(loss, expected, length=1000)
+    for mine, grad in zip(_gradients(model, loss), _gradients(plain, expected), strict=True):
+        assert_near(mine, grad, length=1000)
+    return True
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_data_and_sequence_parallel(checkpointing):
+    """With DDP, a loss in tiles, and layers that are run again in the backward."""
+    assert all(run_distributed(_groups, 4, checkpointing))
 
 
 @pytest.mark.parametrize(
