@@ -153,7 +153,10 @@ def _wrapped(rank, world, kind):
         assert (whole - truth).abs().max() < 1e-6, name
 
 
-@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("kind", [
+    pytest.param("DDP", marks=pytest.mark.supports("`DistributedDataParallel`", with_="images: training; 2 ranks")),
+    pytest.param("FSDP2", marks=pytest.mark.supports("FSDP2 (`fully_shard`)", with_="images: training; 2 ranks")),
+])  # fmt: skip
 def test_a_rank_runs_the_images_of_its_tokens_or_one(kind):
     run_distributed(_wrapped, 2, kind)
 
