@@ -119,7 +119,7 @@ def _of_data_rank(batch, begins):
 
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     first, last = (i * i * (len(begins) - 1) // ranks**2 for i in (rank, rank + 1))
-    mine = {name: x[:, begins[first] : begins[last]] for name, x in batch.items()}
+    mine = {name: x[..., begins[first] : begins[last]] for name, x in batch.items()}
     return mine, begins[first : last + 1] - begins[first]
 
 
