@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from torch import Tensor
 
 from .answers import Answer, Recorder, answer_all
 from .requests import Request
@@ -65,17 +67,19 @@ class Conversation:
         progress: Callable[[int, int], None] | None = None,
         cancelled: Callable[[], bool] = lambda: False,
         keep_logits: bool = False,
+        images: Mapping[str, Tensor] | None = None,
     ) -> Answer:
         """Answer a prompt, the whole conversation in tokens; what the cache holds of it is not run again.
 
         on_text, cancelled: on rank 0: gets the text piece by piece; asked before every chunk of the prompt and every
             token whether to end here. progress: on this rank, called as progress(tokens prefilled, all of them).
+        images: of the whole conversation, see `Request`.
         Raises: ValueError on all ranks for an empty prompt or one that leaves no position for an answer. `TreeError`
             on all ranks when logits are not finite.
         """
         (answer,) = answer_all(
             self._scheduler,
-            [Request(prompt=prompt, sampling=params, row=self._row)],
+            [Request(prompt=prompt, sampling=params, row=self._row, images=images)],
             keep_logits=keep_logits,
             progress=progress,
             on_text=on_text,

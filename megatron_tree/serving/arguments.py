@@ -20,6 +20,7 @@ QUESTIONS = {  # of the default text, and of others
     True: "Answer in one short sentence: what does the module above implement?",
     False: "Answer in one short sentence: what is the text above about?",
 }
+OF_IMAGES = "Answer in one short sentence: what does the image above show?"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CACHE_DTYPES = ("auto", "int8", "fp8")
 SWITCH = argparse.BooleanOptionalAction
@@ -62,6 +63,8 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--prompt-file", metavar="FILE", help="text to ask about (default: the source of Python's module heapq)")
     add("--question", help=f"what to ask about it (default: {QUESTIONS[False]})")
+    add("--image", action="append", default=[], metavar="FILE", help="an image before the text, for a model of images "
+        "and text; may be given several times")  # fmt: skip
     add("--check", action=SWITCH, default=False,
         help="also run the plain model on rank 0 and compare; different tokens are an error (exit code 1)")  # fmt: skip
     add("--json", metavar="FILE", help="write all statistics to this file")
@@ -140,10 +143,11 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
     sampling_params(args)
     _check_batch(args)
     if args.question is None:
-        args.question = QUESTIONS[args.prompt_file is None]
-    if args.prompt_file is None:
+        args.question = OF_IMAGES if args.image else QUESTIONS[args.prompt_file is None]
+    if args.prompt_file is None and not args.image:
         args.prompt_file = str(Path(sysconfig.get_paths()["stdlib"]) / "heapq.py")
-    check_readable("--prompt-file", args.prompt_file)
+    for option, name in (("--prompt-file", args.prompt_file), *(("--image", name) for name in args.image)):
+        check_readable(option, name)
     if not args.question.strip():
         raise ValueError("--question is empty: say what to ask about the text")
     if args.check:
@@ -163,7 +167,7 @@ def _check_batch(args: argparse.Namespace) -> None:
         if args.output is not None:
             raise ValueError("--output needs --prompts FILE.jsonl: add it, or leave --output out")
         return
-    for name in ("prompt_file", "question", "check", "json"):
+    for name in ("prompt_file", "question", "image", "check", "json"):
         if getattr(args, name):
             raise ValueError(
                 f"--{name.replace('_', '-')} can't be combined with --prompts, whose lines are requests: leave it out"

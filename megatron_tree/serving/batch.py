@@ -251,4 +251,6 @@ def _encode(tokenizer, line: Line) -> list[int]:
         return tokenizer(line.prompt).input_ids
     if not tokenizer.chat_template:
         raise ValueError("messages: the model's tokenizer has no chat template: use 'prompt'")
+    if any(message.image_urls for message in line.messages):
+        raise ValueError("messages: a file of prompts has no images: ask megatron-tree generate --image, or a server")
     return chat_tokens(tokenizer, [message.for_template() for message in line.messages])

@@ -21,8 +21,10 @@ from ..integrations.transformers.generation import check_length
 from ..launching import hold_log
 from .arguments import sampling_params
 from .batch import BatchOptions, run_batch
+from .images import ImagePrompts
 from .report import memory_table, progress_bar, speculation_text, time_figures, time_table
 from .start import WAIT_HOURS, Started, start
+from .transcript import chat_text
 
 
 class CheckError(RuntimeError):
@@ -67,18 +69,37 @@ def _run_file(args: Namespace, ready: Started) -> None:
     dist.barrier(group=ready.group)
 
 
-def _prompt(args: Namespace, tokenizer, config) -> torch.Tensor:
-    text = Path(args.prompt_file).read_text(errors="replace")
-    prompt = models.encode_question(tokenizer, text, args.question)
+def _prompt(args: Namespace, tokenizer, config) -> tuple[torch.Tensor, dict | None]:
+    """(int64 [1, tokens], what the model takes for the images)."""
+    images = None
+    if args.image:
+        prompt, images = _with_images(args, tokenizer, config)
+    else:
+        text = Path(args.prompt_file).read_text(errors="replace")
+        prompt = models.encode_question(tokenizer, text, args.question)
     check_length(config, prompt.shape[1], args.max_new_tokens)
-    return prompt
+    return prompt, images
+
+
+def _with_images(args: Namespace, tokenizer, config) -> tuple[torch.Tensor, dict]:
+    folder = models.model_folder(args.model)
+    if not models.takes_images(config, folder):
+        raise ValueError(f"--image: the model {args.model} ({config.model_type}) reads text only: leave images out")
+    if not tokenizer.chat_template:
+        raise ValueError("--image: the model has no chat template, which says where images are")
+    text = Path(args.prompt_file).read_text(errors="replace").rstrip() + "\n\n" if args.prompt_file else ""
+    content = [{"type": "image"}] * len(args.image) + [{"type": "text", "text": text + args.question}]
+    prompt = chat_text(tokenizer, [{"role": "user", "content": content}])
+    tokens, images = ImagePrompts(folder)(prompt, [Path(name).read_bytes() for name in args.image])
+    return torch.tensor([tokens]), images
 
 
 def _run_one(args: Namespace, ready: Started) -> None:
     """The answer to one question about a text."""
-    rank, engine, prompt = ready.rank, ready.engine, ready.prepared
+    rank, engine, (prompt, images) = ready.rank, ready.engine, ready.prepared
     say = print if rank == 0 else lambda *_, **__: None
-    say(f"{prompt.shape[1]:,} tokens: {args.prompt_file}, and: {args.question}\n", flush=True)
+    about = ", ".join([*args.image, *([args.prompt_file] if args.prompt_file else [])])
+    say(f"{prompt.shape[1]:,} tokens: {about}, and: {args.question}\n", flush=True)
     params = sampling_params(args).with_seed()  # only rank 0's counts
     conversation = ready.conversation()
     with hold_log():  # until the answer is complete
@@ -88,6 +109,7 @@ def _run_one(args: Namespace, ready: Started) -> None:
             on_text=lambda text: print(text, end="", flush=True),
             progress=progress_bar("prefill") if rank == 0 else None,
             keep_logits=args.check and rank == 0,
+            images=images,
         )
         say("", flush=True)
     figures, cache = time_figures(result), conversation.runner.cache
@@ -124,7 +146,8 @@ def _check(args: Namespace, ready: Started, result: Answer, figures: dict) -> No
             begun = time.perf_counter()
             tokens, logits = models.plain_generate(
                 plain.to(ready.device),
-                ready.prepared.to(ready.device),
+                ready.prepared[0].to(ready.device),
+                **{name: x.to(ready.device) for name, x in (ready.prepared[1] or {}).items()},
                 max_new_tokens=args.max_new_tokens,
                 eos_token_id=list(ready.end_tokens) or None,
                 attn_implementation=attention,

@@ -25,10 +25,24 @@ class Lenient(Strict):
 
 
 class TextPart(Lenient):
-    """A part of a message's content; only text can be read."""
+    """A text in a message's content."""
 
     type: Literal["text"]
     text: str
+
+
+class ImageUrl(Lenient):
+    """Where an image is. detail: the model's processor decides."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] = "auto"
+
+
+class ImagePart(Lenient):
+    """An image in a message's content."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
 
 
 class RefusalPart(Lenient):
@@ -71,7 +85,7 @@ class ChatMessage(Lenient):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]] | None = None
+    content: str | list[Annotated[TextPart | ImagePart | RefusalPart, Field(discriminator="type")]] | None = None
     name: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
@@ -84,10 +98,23 @@ class ChatMessage(Lenient):
             raise ValueError("has no content")
         return self
 
+    @property
+    def image_urls(self) -> list[str]:
+        """In their order."""
+        parts = self.content if isinstance(self.content, list) else []
+        return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
+
     def for_template(self) -> dict[str, Any]:
-        """In the form of chat templates: "developer" is OpenAI's newer name of "system"; parts of text are joined."""
+        """In the form of chat templates: "developer" is OpenAI's newer name of "system"; parts of text are joined,
+        unless there are images among them."""
         content = self.content
-        if isinstance(content, list):
+        if self.image_urls:
+            is_image = [isinstance(part, ImagePart) for part in content]
+            content = [
+                {"type": "image"} if image else {"type": "text", "text": part.text}
+                for part, image in zip(content, is_image, strict=True)
+            ]
+        elif isinstance(content, list):
             content = "".join(part.text for part in content)
         message = {"role": "system" if self.role == "developer" else self.role}
         message["content"] = (self.refusal or "") if content is None else content

@@ -102,9 +102,13 @@ CONFIGS = {
 }
 
 
-def image_model(name, dtype=torch.float64):
-    """A random model, the same on every rank, with weights large enough that images and attention matter."""
+def image_model(name, dtype=torch.float64, text=None, **more):
+    """A random model, the same on every rank, with weights large enough that images and attention matter.
+
+    text, more: other options of its text part, and of the whole model.
+    """
     made, config = CONFIGS[name]()
+    config = config | {"text_config": config["text_config"] | (text or {})} | more
     torch.manual_seed(1)
     config = getattr(transformers, f"{made}Config")(**config)
     model = getattr(transformers, f"{made}ForConditionalGeneration")(config).eval().to(dtype)

@@ -15,6 +15,7 @@ from support.hf_architectures import assert_logits
 from support.hf_models import hf_generate, left_padded, plain, prompt
 
 NEW = 6
+OF_IMAGES = ("model.vision_tower.", "model.multi_modal_projector.")
 LENGTHS = (33, 13)  # of ragged rows, before a step of 4 tokens, which crosses a boundary of Llama 4's chunks of 7
 
 
@@ -144,7 +145,7 @@ def check_sharded(model):
     model.set_attn_implementation("tree")
     layout = plan_layout(model, world, rank)
     for name, parameter in model.named_parameters():
-        whole = parameter.dim() == 1 or name in layout.of_first_rank or name.startswith("model.vision_tower.")
+        whole = parameter.dim() == 1 or name in layout.of_first_rank or name.startswith(OF_IMAGES)
         whole = whole or {*ROUTERS, *SMALL} & set(name.split("."))
         assert whole or layout.pieces[name].shape(parameter.shape).numel() <= 0.75 * parameter.numel(), name
     group = comm.neighbours(dist.group.WORLD, layout.heads.size, timeout_s=60.0)

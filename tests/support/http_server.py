@@ -66,12 +66,24 @@ class GatedRunner(PlainRunner):
 class Server:
     """`serve` in a thread, as rank 0 of one rank runs it."""
 
-    def __init__(self, model, tokenizer, *, max_rows=8, max_waiting=64, grace=20.0, max_model_len=256, **options):
-        self.runner = GatedRunner(model)
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        *,
+        runner=None,
+        images=None,
+        max_rows=8,
+        max_waiting=64,
+        grace=20.0,
+        max_model_len=256,
+        **options,
+    ):
+        self.runner = runner or GatedRunner(model)
         self.scheduler = Scheduler(self.runner, tokenizer, max_rows=max_rows, max_waiting=max_waiting)
         self.service = Service(
             frontend=Frontend(self.scheduler),
-            prompts=Prompts(tokenizer, vocab_size=self.runner.vocab_size, max_model_len=max_model_len),
+            prompts=Prompts(tokenizer, vocab_size=self.runner.vocab_size, max_model_len=max_model_len, images=images),
             models=(NAME,),
             **{"request_timeout": 60.0} | options,
         )
@@ -103,7 +115,8 @@ class Server:
         assert not self._thread.is_alive()
 
     def stop(self):
-        self.runner.gate.set()
+        if isinstance(self.runner, GatedRunner):
+            self.runner.gate.set()
         self.ask_to_stop("the test's end")
         self.wait()
 

@@ -13,7 +13,7 @@ from megatron_tree.generation.requests import Request
 from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.generation.scheduler import Scheduler
 from megatron_tree.integrations import transformers as tree_hf
-from megatron_tree.integrations.transformers.attention import use_tree_attention
+from megatron_tree.integrations.transformers.image_prompts import set_text_attention
 from megatron_tree.integrations.transformers.split_model import split_model
 from megatron_tree.integrations.transformers.split_rules import plan_layout
 from support.hf_images import CONFIGS, image_model, image_rows, types_of
@@ -163,7 +163,7 @@ def test_an_answer_that_lost_its_row_embeds_its_images_again():
 def _sharded(rank, world, name):
     model, (ids, inputs) = _model(name), _prompt(name)
     want = _generated(model, ids, inputs)
-    use_tree_attention(model)
+    set_text_attention(model, "tree")
     layout = plan_layout(model, world, rank)
     whole = [n for n, _ in model.named_parameters() if n not in layout.pieces and n not in layout.of_first_rank]
     assert any("vis" in n for n in whole) and not any("language_model" in n and "norm" not in n for n in whole)

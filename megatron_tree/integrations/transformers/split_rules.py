@@ -6,8 +6,8 @@ output projection, MLPs, experts, embedding and LM head over all ranks, k and v 
 split over the head groups, too: then each rank of a group computes those of all its heads. Latent attention has one
 KV head, so all ranks share the tokens; its down projections are split by rows and their outputs gathered, or whole on
 every rank where messages take longer than reading them. Recurrent layers are split by their heads (recurrent_rules.py).
-Norms over all heads are split as these are. Other norms and routers are small and whole on every rank. So is the
-vision part of a model of images and text, which runs once for a prompt. Anything else is refused.
+Norms over all heads are split as these are. Other norms and routers, which are small, and the vision part of a model
+of images and text are whole on every rank. Anything else is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ...cache.gathered import Piece
 from .architectures import num_heads_kv
-from .image_prompts import modules_of_text
+from .image_prompts import without_vision
 from .recurrent_rules import HeadShare, Rule, attribute, rule_of
 from .weight_layout import HeadGroups, WeightLayout
 
@@ -31,6 +31,7 @@ GATED_QUERIES = "q_gate_proj"  # of latent attention: a head's query, then the g
 SMALL = ("indexer", "attn_hc", "ffn_hc", "hc_head")  # parts that are whole on every rank: an index, hyper connections
 GATES = ("gate_proj", "g_proj")  # of the result of each query head
 OF_HEADS = ("sinks", "gate_bias")
+OF_QUERIES = ("softmax_scaling.scale", "softmax_scaling.bias")
 MLPS = (  # projections to the neurons, the first of two is the gate; and the one from them
     (("gate_proj", "up_proj"), "down_proj"),
     (("fc1",), "fc2"),
@@ -72,10 +73,7 @@ def _find_pieces(model, world: int, rank: int, *, split_latents: bool, repeat_qu
     if config.model_type == "hrm_text":
         raise _refused(model, "layers", "it runs every layer several times for a token")
     layout = WeightLayout(world, rank, HeadGroups.of(world, config.num_attention_heads, kv_heads), repeat_queries)
-    modules = modules_of_text(model)
-    inside = {name for name, _ in modules}
-    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    layout.whole |= {name for name in names if name.rpartition(".")[0] not in inside}
+    modules, layout.whole = without_vision(model)
     for name, module in modules:
         queries, output = (next((x for x in names if hasattr(module, x)), None) for names in (QUERIES, OUTPUTS))
         if rule := rule_of(module):
@@ -153,9 +151,10 @@ def _of_heads(layout: WeightLayout, name: str, module, num_heads: int, d: int) -
         gate = getattr(module, child, None)
         if isinstance(gate, nn.Linear) and len(gate.weight) in (num_heads, num_heads * d):
             _rows(layout, f"{name}.{child}", gate, [_times(len(gate.weight) // num_heads, local)])
-    for child in OF_HEADS:
-        if isinstance(getattr(module, child, None), nn.Parameter):
-            layout.pieces[f"{name}.{child}"] = Piece(0, (local,))
+    queries = layout.heads.all_query_heads(layout.rank) if layout.repeats_queries else local
+    for child, heads in (*((x, local) for x in OF_HEADS), *((x, queries) for x in OF_QUERIES)):
+        if isinstance(attribute(module, child), nn.Parameter):
+            layout.pieces[f"{name}.{child}"] = Piece(0, (heads,))
 
 
 def _gated_queries(layout: WeightLayout, model, name: str) -> None:

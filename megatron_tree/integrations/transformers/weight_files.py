@@ -27,10 +27,10 @@ from transformers.core_model_loading import (
 )
 from transformers.initialization import no_init_weights
 
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from ...cache.gathered import Piece
-from .models import load_config, naming
+from .models import auto_class, load_config, naming
 from .split_model import set_parameter, tied_parameters
 from .weight_layout import WeightLayout
 
@@ -43,7 +43,7 @@ def empty_model(folder: Path, dtype: torch.dtype | None = None):
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"model={str(folder)!r} is quantized: weights='sharded' reads fp32, bf16 and fp16 only")
     with naming(folder), no_init_weights(), _parameters_on_meta():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
+        model = auto_class(config, folder).from_config(config, dtype=dtype or config.dtype or torch.float32)
         model.tie_weights()
         if (Path(folder) / GENERATION).is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)

@@ -77,8 +77,8 @@ def create_app(service: Service) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         _check_model(service, body.model)
-        prompts = [await service.prompts.of_chat(body)]
-        return await _answer(service, request, body, prompts, ChatForm, tools=_tool_text(body))
+        prompt, images = await service.prompts.of_chat(body)
+        return await _answer(service, request, body, [prompt], ChatForm, images=images, tools=_tool_text(body))
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -99,10 +99,16 @@ def _check_model(service: Service, name: str) -> None:
 
 
 async def _answer(
-    service: Service, request: Request, body: GenerationRequest, prompts: list[list[int]], form: type[Form], **options
+    service: Service,
+    request: Request,
+    body: GenerationRequest,
+    prompts: list[list[int]],
+    form: type[Form],
+    images=None,
+    **options,
 ) -> Response:
     limits = [service.prompts.max_tokens(prompt, body.limit) for prompt in prompts]
-    ticket = await service.frontend.submit(prompts, [body.sampling(limit) for limit in limits], body.n)
+    ticket = await service.frontend.submit(prompts, [body.sampling(limit) for limit in limits], body.n, images)
     made = form(model=body.model, tokens=service.prompts.token_texts, logprobs=body.top_logprobs_wanted is not None,
                 **options)  # fmt: skip
     return await respond(request, ticket, made, stream=body.stream, include_usage=body.include_usage,

@@ -106,10 +106,13 @@ class Frontend:
         if self._ranks is not None and self._ranks.failure:
             raise restarting(self._ranks.ready_in_s)
 
-    async def submit(self, prompts: list[list[int]], sampling: list[SamplingParams], n: int) -> Ticket:
+    async def submit(
+        self, prompts: list[list[int]], sampling: list[SamplingParams], n: int, images: dict | None = None
+    ) -> Ticket:
         """Queue n answers to every prompt; all of them or none. In the event loop, which does not wait meanwhile for
         grammars that are compiled, or for the scheduler's lock.
 
+        images: of the only prompt, see `Request`.
         Raises: ApiError: 400 for sizes that never fit, 429 when the queue is full,
         503 while stopping and while the ranks are started again.
         """
@@ -122,7 +125,7 @@ class Frontend:
 
         def queue() -> None:
             for i, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-                request = Request(prompt=prompt, sampling=params, n=n)
+                request = Request(prompt=prompt, sampling=params, n=n, images=images)
                 ticket.numbers.append(self._scheduler.submit(request, _sink(loop, ticket, i * n)))
 
         queued = loop.run_in_executor(None, queue)

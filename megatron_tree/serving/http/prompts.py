@@ -9,9 +9,12 @@ import inspect
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from torch import Tensor
+
 from transformers import PreTrainedTokenizerBase
 
 from ...files import check_text
+from ..images import ImagePrompts, from_data_url
 from ..transcript import chat_text
 from .answers import Echo, TokenTexts
 from .errors import ApiError, bad_value
@@ -28,17 +31,22 @@ class Prompts:
     """Tokenizes prompts in its own thread, so that long texts don't block the event loop.
 
     tokenizer: a Transformers tokenizer; it is copied, since the fast ones can't be shared between threads.
-    vocab_size: of the model. max_model_len: tokens of a prompt and its answer together.
+    vocab_size: of the model. max_model_len: tokens of a prompt and its answer together. images: of a model that takes
+    some.
     """
 
-    def __init__(self, tokenizer, *, vocab_size: int, max_model_len: int):
+    def __init__(self, tokenizer, *, vocab_size: int, max_model_len: int, images: ImagePrompts | None = None):
         self._tokenizer = copy.deepcopy(tokenizer)
         self.token_texts = TokenTexts(copy.deepcopy(tokenizer))
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
+        self._images = images
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
-    async def of_chat(self, body: ChatRequest) -> list[int]:
-        """The conversation as the model's chat template formats it. Raises: ApiError (400) if it can't."""
+    async def of_chat(self, body: ChatRequest) -> tuple[list[int], dict[str, Tensor] | None]:
+        """The conversation as the model's chat template formats it, and what the model takes for its images.
+
+        Raises: ApiError (400) if it can't.
+        """
         if not self._tokenizer.chat_template:
             raise ApiError(
                 400,
@@ -48,7 +56,12 @@ class Prompts:
             )
         self._check_template(body)
         messages = [message.for_template() for message in body.messages]
-        return await self._run(self._apply_template, messages, body.template_options)
+        urls = [url for message in body.messages for url in message.image_urls]
+        if not urls:
+            return await self._run(self._apply_template, messages, body.template_options), None
+        if self._images is None:
+            raise bad_value("messages", "image_url: this model reads text only: leave images out")
+        return await self._run(self._with_images, messages, body.template_options, urls)
 
     async def of_completion(self, body: CompletionRequest) -> list[list[int]]:
         """Every prompt as tokens. Raises: ApiError (400) for empty prompts and tokens that the model does not have."""
@@ -99,6 +112,14 @@ class Prompts:
         with _of_parameter("messages"):
             text = chat_text(self._tokenizer, messages, **options)
         return self._tokens(text, special=False)
+
+    def _with_images(self, messages: list[dict[str, Any]], options: dict[str, Any], urls: list[str]):
+        with _of_parameter("messages"):
+            text = chat_text(self._tokenizer, messages, **options)
+            try:
+                return self._images(text, [from_data_url(url) for url in urls])
+            except ValueError as error:
+                raise ValueError(f"messages: image_url: {error}") from error
 
     def _encode(self, text: str, special: bool) -> list[int]:
         with _of_parameter("prompt"):

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -109,7 +109,7 @@ class Ranks:
 
     def submit(self, request: Request, sink: EventSink) -> int:
         """As `Scheduler.submit`. Raises: `Restarting` also."""
-        request = Request(prompt=request.prompt, sampling=request.sampling.with_seed(), n=request.n)
+        request = replace(request, sampling=request.sampling.with_seed())
         made = OpenRequest(request=request, sink=sink, begun=[[] for _ in range(request.n)])
         with self._lock:
             if not self._ready:

@@ -26,6 +26,7 @@ from ...integrations.transformers.rope import num_positions
 from ...integrations.transformers.runner import Runner
 from ...launching import leave
 from ...log import logger
+from ..images import ImagePrompts
 from ..start import Started, start
 from .app import Service, create_app
 from .arguments import LINK
@@ -212,9 +213,11 @@ def _serve(
     vocab_size: int,
     max_model_len: int,
 ) -> None:
+    folder = models.model_folder(args.model)
+    images = ImagePrompts(folder) if models.takes_images(models.load_config(folder), folder) else None
     service = Service(
         frontend=Frontend(scheduler, stalled_after_s=args.wait_timeout / 3),
-        prompts=Prompts(tokenizer, vocab_size=vocab_size, max_model_len=max_model_len),
+        prompts=Prompts(tokenizer, vocab_size=vocab_size, max_model_len=max_model_len, images=images),
         models=tuple(args.served_model_name),
         request_timeout=args.request_timeout,
         api_keys=args.api_keys,

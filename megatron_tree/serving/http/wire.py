@@ -10,6 +10,7 @@ import json
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ...generation.images import packed, unpacked
 from ...generation.requests import Event, Request, Usage
 from ...generation.sampler import Choice
 from ...generation.sampling import SamplingParams
@@ -28,12 +29,13 @@ def receive(connection: Connection) -> list[Any]:
 
 
 def request_to_json(request: Request, begun: list[list[int] | None]) -> dict[str, Any]:
-    sampling = request.sampling.model_dump()
-    return {"prompt": list(request.prompt), "sampling": sampling, "n": request.n, "begun": begun}
+    sampling, images = request.sampling.model_dump(), None if request.images is None else packed(request.images)
+    return {"prompt": list(request.prompt), "sampling": sampling, "n": request.n, "begun": begun, "images": images}
 
 
 def request_from_json(value: dict[str, Any]) -> Request:
-    return Request(**value | {"sampling": SamplingParams(**value["sampling"])})
+    images = None if value["images"] is None else unpacked(value["images"])
+    return Request(**value | {"sampling": SamplingParams(**value["sampling"]), "images": images})
 
 
 def event_from_json(value: list[Any]) -> Event:

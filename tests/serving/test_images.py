@@ -1,0 +1,127 @@
+"""Images in the server and in generate: data URLs and files through the model's own processor."""
+
+import base64
+import io
+
+import pytest
+import torch
+
+pytest.importorskip("fastapi")
+pytest.importorskip("openai")
+pytest.importorskip("uvicorn")
+pytest.importorskip("transformers")
+pytest.importorskip("PIL", reason="Pillow reads images")
+
+import openai
+from PIL import Image
+
+import transformers
+from megatron_tree.integrations import transformers as tree_hf
+from megatron_tree.integrations.transformers.models import load_config, load_model, takes_images
+from megatron_tree.serving import images
+from megatron_tree.serving.images import ImagePrompts, from_data_url
+from support.byte_tokens import byte_tokenizer
+from support.hf_images import image_model
+from support.http_server import serving
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}[assistant]"
+)
+PART = {"type": "text", "text": "what?"}
+
+
+def _file(color, size=(20, 16)):
+    file = io.BytesIO()
+    Image.new("RGB", size, color).save(file, "PNG")
+    return file.getvalue()
+
+
+def _part(data):
+    url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url, "detail": "auto"}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of a LLaVA, whose processor needs Pillow only."""
+    folder, tokenizer = tmp_path_factory.mktemp("llava"), byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.chat_template = TEMPLATE
+    size = {"height": 16, "width": 16}
+    pictures = transformers.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=size)
+    processor = transformers.LlavaProcessor(
+        pictures, tokenizer, 4, "default", TEMPLATE, num_additional_image_tokens=1
+    )  # tokens: 16
+    processor.save_pretrained(folder)
+    text = {"vocab_size": 264, "max_position_embeddings": 256, "eos_token_id": 0, "bos_token_id": None}
+    model = image_model("llava", torch.float32, text=text, image_token_id=tokenizer.convert_tokens_to_ids("<image>"))
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+    model = load_model(folder, torch.float32)
+    model.set_attn_implementation({"text_config": "tree", "vision_config": "sdpa"})
+    runner = tree_hf.Runner(model, tree_hf.TreeCache(model.config), chunk_size=16)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    with serving(None, tokenizer, runner=runner, images=ImagePrompts(folder)) as server:
+        yield server
+
+
+def _wanted(folder, text, files):
+    tokens, inputs = ImagePrompts(folder)(text, files)
+    model = load_model(folder, torch.float32)
+    ids = torch.tensor([tokens])
+    found = model.generate(input_ids=ids, **inputs, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+    return transformers.AutoTokenizer.from_pretrained(folder).decode(found, skip_special_tokens=True)
+
+
+def test_answers_about_images_are_those_of_plain_transformers(folder, server):
+    client, files = server.client(), [_file("red"), _file("blue", (16, 30))]
+    assert takes_images(load_config(folder), folder)
+    content = [_part(files[0]), PART, _part(files[1])]
+    asked = {"model": "tiny", "max_tokens": 6, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    answer = client.chat.completions.create(messages=[{"role": "user", "content": content}], **asked)
+    assert answer.choices[0].message.content == _wanted(folder, "[user]<image>what?<image>[assistant]", files)
+    assert answer.usage.prompt_tokens == len("[user]what?[assistant]") + 2 * 16
+    texts = client.chat.completions.create(messages=[{"role": "user", "content": [PART]}], **asked)
+    assert texts.usage.prompt_tokens == len("[user]what?[assistant]")
+
+
+@pytest.mark.parametrize(
+    ("url", "what"),
+    [
+        ("http://127.0.0.1/a.png", "opens no other addresses"),
+        ("file:///etc/passwd", "opens no other addresses"),
+        ("data:image/png;base64,%%%", "not base64"),
+        ("data:image/png;base64,aGVsbG8=", "can't be read"),
+    ],
+)
+def test_addresses_and_data_that_are_no_images_are_refused(server, url, what):
+    message = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+    with pytest.raises(openai.BadRequestError, match=what):
+        server.client().chat.completions.create(model="tiny", messages=[message])
+
+
+def test_placeholders_in_a_text_and_images_too_large_are_refused(folder, monkeypatch):
+    read = ImagePrompts(folder)
+    with pytest.raises(ValueError, match="refuses them.*2 <image> tokens"):
+        read("<image><image>", [_file("red")])
+    with pytest.raises(ValueError, match="65 images are more than 64"):
+        read("<image>" * 65, [b""] * 65)
+    monkeypatch.setattr(images, "MOST_PIXELS", 300)
+    with pytest.raises(ValueError, match="20 x 16 is too large"):
+        read("<image>", [_file("red")])
+    assert from_data_url("data:image/gif;base64,aGk=") == b"hi"
+
+
+def test_a_processor_without_its_packages_says_which(tmp_path, monkeypatch):
+    def without(*args, **kwargs):
+        raise ImportError("Qwen2VLVideoProcessor requires the Torchvision library")
+
+    monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", without)
+    with pytest.raises(ValueError, match="packages that are not installed: .*Torchvision"):
+        ImagePrompts(tmp_path)("", [])
