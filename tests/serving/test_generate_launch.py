@@ -48,7 +48,7 @@ def _about(folder):
 
 def _runs(rank, world, batch, long, split, draft, check, wrong):
     """What a batch, the same again, a long prompt, sharded weights, speculation, a check of a wrong cache, and the
-    command with a model of images print and raise."""
+    command with a model that generates no text print and raise."""
     from megatron_tree.cache import LayerPages
     from megatron_tree.serving.generate import run
 
@@ -87,9 +87,9 @@ def outcomes(folder, tmp_path_factory):
     check = [*_about(folder), "--max-new-tokens", 12, "--check"]
     split = [*check, "--weights", "sharded", "--json", place / "split.json"]
     draft = [*check, "--json", place / "draft.json", "--num-speculative-tokens", 4]
-    shutil.copytree(folder, place / "images")
-    transformers.Qwen3VLConfig().save_pretrained(place / "images")
-    wrong = ["--model", place / "images", *_about(folder)[2:]]
+    shutil.copytree(folder, place / "other")
+    transformers.CLIPConfig().save_pretrained(place / "other")
+    wrong = ["--model", place / "other", *_about(folder)[2:]]
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         env = {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
@@ -152,7 +152,7 @@ def test_a_mistake_is_one_sentence(outcomes):
     for rank, name in enumerate(("megatron-tree generate", "megatron-tree generate: rank 1")):
         code, said = outcomes[0][rank][6]
         assert code == 1 and said.startswith(f"{name}: ") and said.count("\n") == 1
-        assert "(qwen3_vl) is not one that AutoModelForCausalLM loads" in said
+        assert "(clip) is not one that AutoModelForCausalLM or" in said
 
 
 def test_a_failure_on_one_rank_names_the_rank(folder, monkeypatch, capsys):

@@ -1,7 +1,10 @@
 """Images in the server and in generate: data URLs and files through the model's own processor."""
 
 import base64
+import contextlib
 import io
+import socket
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from megatron_tree.serving.images import ImagePrompts, from_data_url
 from support.byte_tokens import byte_tokenizer
 from support.hf_images import image_model
 from support.http_server import serving
+from support.ranks import run_distributed
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
@@ -116,6 +120,32 @@ def test_placeholders_in_a_text_and_images_too_large_are_refused(folder, monkeyp
     with pytest.raises(ValueError, match="20 x 16 is too large"):
         read("<image>", [_file("red")])
     assert from_data_url("data:image/gif;base64,aGk=") == b"hi"
+
+
+def _generated(rank, world, folder, files, weights):
+    from megatron_tree.serving.arguments import build_parser, check_arguments
+    from megatron_tree.serving.generate import run
+
+    argv = ["--model", folder, "--question", "what?", "--max-new-tokens", "6", "--check", "--weights", weights]
+    args = build_parser().parse_args([*map(str, argv), "--image", files[0], "--image", files[1]])
+    check_arguments(args, world)
+    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(output):
+        run(args)
+    return output.getvalue()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_generate_answers_about_files_of_images(folder, tmp_path, weights):
+    pytest.importorskip("deepspeed")
+    files = [str(tmp_path / "a.png"), str(tmp_path / "b.png")]
+    for name, color in zip(files, ("red", "blue")):
+        Path(name).write_bytes(_file(color))
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        env = {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+    said, _ = run_distributed(_generated, 2, folder, files, weights, env=env, fresh=True)
+    assert "check: all" in said and "tokens are equal" in said, said
 
 
 def test_a_processor_without_its_packages_says_which(tmp_path, monkeypatch):

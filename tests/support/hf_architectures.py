@@ -204,6 +204,7 @@ SERVED = (
     "ministral",
     "ministral3",
     "mistral",
+    "mistral4",
     "mixtral",
     "modernbert-decoder",
     "moss_transcribe_diarize",
@@ -272,7 +273,9 @@ def random_model(name, **changes):
     """A tiny model of an architecture for evaluation, with larger weights than usual: its tokens depend on them."""
     torch.manual_seed(1)
     config = tiny_config(name, **changes)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    of_text = type(config) in transformers.AutoModelForCausalLM._model_mapping
+    auto = transformers.AutoModelForCausalLM if of_text else transformers.AutoModelForImageTextToText  # Mistral 4
+    model = auto.from_config(config, attn_implementation="eager").eval()
     model.generation_config.eos_token_id = None
     with torch.no_grad():
         for weight_name, weight in model.named_parameters():

@@ -13,7 +13,7 @@ from megatron_tree.generation.requests import Request
 from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.generation.scheduler import Scheduler
 from megatron_tree.integrations import transformers as tree_hf
-from megatron_tree.integrations.transformers.image_prompts import set_text_attention
+from megatron_tree.integrations.transformers.image_prompts import set_text_attention, text_part_of
 from megatron_tree.integrations.transformers.split_model import split_model
 from megatron_tree.integrations.transformers.split_rules import plan_layout
 from support.hf_images import CONFIGS, image_model, image_rows, types_of
@@ -189,3 +189,39 @@ def _sharded(rank, world, name):
 )
 def test_weights_of_the_text_part_over_all_ranks(name, world):
     run_distributed(_sharded, world, name)
+
+
+def _differing(rank, world):
+    model, (ids, inputs) = _model("qwen3_vl"), _prompt("qwen3_vl")
+    set_text_attention(model, "tree")
+    with pytest.raises(ValueError, match="the ranks' input_ids differ"):
+        _generated(model, ids + (torch.arange(ids.shape[1]) == 0) * rank, inputs, past_key_values=_new_cache(model))
+    inputs["pixel_values"] = (1 + rank) * inputs["pixel_values"]
+    runner = tree_hf.Runner(model, _new_cache(model))
+    with pytest.raises(ValueError, match="digest of tokens and images"):
+        runner.embed(ids[0], inputs)
+
+
+def test_ranks_with_other_images():
+    run_distributed(_differing, 2)
+
+
+def test_what_images_need_is_said():
+    model, (ids, inputs) = _model("gemma3"), _prompt("gemma3")
+    model.set_attn_implementation(IMPLEMENTATIONS)
+    with pytest.raises(ValueError, match="need a TreeCache"):
+        model(input_ids=ids, **inputs, use_cache=False)
+    cache = tree_hf.TreeCache(model.config)
+    runner = tree_hf.Runner(model, cache, chunk_size=8)
+    embedded = runner.embed(ids[0], inputs)
+    inside = int(embedded.joined.nonzero()[0]) + 1
+    with pytest.raises(ValueError, match="end inside of an image"):
+        runner.prefill(runner.add(), ids[0, :inside], embedded=embedded)
+    with pytest.raises(ValueError, match="can't embed a prompt"):
+        runner.embed(ids[0], inputs | {"pixel_values": inputs["pixel_values"][:1]})
+    model.set_attn_implementation("tree")
+    with pytest.raises(ValueError, match='"vision_config": "sdpa"'):
+        runner.embed(ids[0], inputs)
+    text = image_model("llava", torch.float32).model.language_model
+    with pytest.raises(ValueError, match="takes no images"):
+        text_part_of(text)

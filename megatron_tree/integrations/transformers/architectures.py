@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 RECURRENT_TYPES = ("linear_attention", "conv")
@@ -36,9 +36,11 @@ UNSUPPORTED = {
 
 
 def model_class(config) -> type | None:
-    """The causal language model of a configuration; None if Transformers has none, or several."""
-    model = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    return model if isinstance(model, type) else None
+    """The causal language model of a configuration, or that of images and text; None if there is none, or several."""
+    found = (
+        auto._model_mapping.get(type(config), None) for auto in (AutoModelForCausalLM, AutoModelForImageTextToText)
+    )
+    return next((model for model in found if isinstance(model, type)), None)
 
 
 def classes_beside(config) -> dict[str, type]:

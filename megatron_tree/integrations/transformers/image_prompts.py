@@ -146,7 +146,7 @@ def embed_prompt(model, tokens: Tensor, inputs: Mapping[str, Tensor]) -> Embedde
         model(input_ids=tokens[None], use_cache=False, **inputs)
     except _Reached as reached:
         (given,) = reached.args
-    except (RuntimeError, TypeError, KeyError, IndexError) as error:
+    except (ValueError, RuntimeError, TypeError, KeyError, IndexError) as error:
         raise ValueError(
             f"{name} can't embed a prompt of {len(tokens)} tokens with {_shapes(inputs)}: {error}. Pass what its "
             "processor returns for this prompt"

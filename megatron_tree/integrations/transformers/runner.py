@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...cache.runner import CHUNK_SIZE, RowRunner
 from ...comm import collective_call, group_size
-from .architectures import CHUNKED
+from .architectures import CHUNKED, POOLED
 from .attention import TreeCache, check_model
 from .image_blocks import WITH_BLOCKS
 from .image_prompts import EmbeddedPrompt, embed_prompt, image_tokens, text_part_of
@@ -113,8 +113,7 @@ class Runner(RowRunner):
         """
         inputs = {name: x.to(self.device) for name, x in inputs.items() if name != "attention_mask"}
         with collective_call("embed", self.token_group, self.config) as call:
-            if self._graphs is not None or self.cache.rope is not None:
-                what = "cuda_graphs=True" if self._graphs is not None else "a rotary embedding that depends on lengths"
+            if (what := self._without_images) is not None:
                 raise ValueError(f"images can't be run with {what}: leave them out")
             if tokens.dim() != 1 or not len(tokens) or tokens.dtype != torch.int64:
                 raise ValueError(f"tokens must be int64 [tokens], got {list(tokens.shape)} {tokens.dtype}")
@@ -127,6 +126,16 @@ class Runner(RowRunner):
                 values["digest of tokens and images"] = of_all.hexdigest()[:16]
             call.agree(num_tokens=len(tokens), **values)
         return embed_prompt(self.model, tokens.to(self.device), inputs)
+
+    @property
+    def _without_images(self) -> str | None:
+        """Why images can't be run."""
+        if self._graphs is not None:
+            return "cuda_graphs=True"
+        if self.cache.rope is not None:
+            return "a rotary embedding that depends on lengths"
+        model_type = self.model.config.get_text_config(decoder=True).model_type
+        return "n-grams of tokens and blocks of keys (Qwen4-Exp)" if model_type in POOLED else None
 
     def prefill(self, row: int, tokens: Tensor, *, embedded: EmbeddedPrompt | None = None, **options) -> Tensor:
         """As `RowRunner.prefill`. embedded: of the row's text, where there are images in these tokens; chunks end
