@@ -3,6 +3,7 @@
 import base64
 import contextlib
 import io
+import json
 import socket
 from pathlib import Path
 
@@ -19,9 +20,12 @@ import openai
 from PIL import Image
 
 import transformers
+from megatron_tree.generation.requests import Request
+from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.integrations import transformers as tree_hf
 from megatron_tree.integrations.transformers.models import load_config, load_model, takes_images
 from megatron_tree.serving import images
+from megatron_tree.serving.http import wire
 from megatron_tree.serving.images import ImagePrompts, from_data_url
 from support.byte_tokens import byte_tokenizer
 from support.hf_images import image_model
@@ -120,6 +124,15 @@ def test_placeholders_in_a_text_and_images_too_large_are_refused(folder, monkeyp
     with pytest.raises(ValueError, match="20 x 16 is too large"):
         read("<image>", [_file("red")])
     assert from_data_url("data:image/gif;base64,aGk=") == b"hi"
+
+
+def test_a_request_goes_to_ranks_in_other_processes_with_its_images():
+    inputs = {"pixel_values": torch.randn(2, 3), "image_grid_thw": torch.tensor([[1, 2, 3]])}
+    inputs["half"] = inputs["pixel_values"].bfloat16()
+    request = Request(prompt=[1, 2], sampling=SamplingParams(max_tokens=3, seed=4), images=inputs)
+    found = wire.request_from_json(json.loads(json.dumps(wire.request_to_json(request, [[5]]))))
+    assert found.images.keys() == inputs.keys() and found.begun == [[5]] and found.sampling == request.sampling
+    assert all(torch.equal(found.images[name], x) and found.images[name].dtype == x.dtype for name, x in inputs.items())
 
 
 def _generated(rank, world, folder, files, weights):

@@ -35,6 +35,7 @@ def server(model):
         yield server
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
 BAD = [
     ("completion", {"nonsense": 1}, "nonsense", "unknown field"),
     ("completion", {"max_tokens": 0}, "max_tokens", "0 is for echo only"),
@@ -47,7 +48,8 @@ BAD = [
     ("completion", {"stream_options": {"include_usage": True}}, "stream_options", "set stream to true"),
     ("chat", {"messages": [{"role": "robot", "content": "x"}]}, "messages", "[0].role"),
     ("chat", {"messages": [{"role": "user"}]}, "messages", "[0] has no content"),
-    ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "'text', 'refusal'"),
+    ("chat", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages", "'text', 'image_url'"),
+    ("chat", {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages", "this model reads text only"),
     ("chat", {"messages": [{"role": "assistant", "content": "x"}]}, "messages", "assistants do not begin"),
     ("chat", {"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
     ("chat", {"max_completion_tokens": 3}, "max_tokens", "pass one of the two"),
