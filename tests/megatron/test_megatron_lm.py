@@ -26,8 +26,8 @@ OPTIONS = (
     *("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear"),
     *("--attention-dropout", 0, "--hidden-dropout", 0, "--micro-batch-size", 2, "--global-batch-size", 4, "--lr", 1e-3),
     *("--train-iters", 4, "--log-interval", 1, "--eval-iters", 1, "--eval-interval", 4),
-    *("--mock-data", "--tokenizer-type", "NullTokenizer"),
 )
+MOCK = ("--mock-data", "--tokenizer-type", "NullTokenizer")
 
 
 def launch(*arguments, timeout=200, cwd=None):
@@ -153,9 +153,9 @@ def test_wrong_calls(arguments, message, tmp_path):
     assert message in done.stderr
 
 
-def trained(ranks, *options):
+def trained(ranks, *options, data=MOCK, folder=CHECKOUT, script="pretrain_gpt.py"):
     """{what: its values} that training prints: losses and gradient norms of every step, losses of the evaluations."""
-    done = launch("-n", ranks, CHECKOUT, "pretrain_gpt.py", *OPTIONS, *options, timeout=500)
+    done = launch("-n", ranks, folder, script, *OPTIONS, *data, *options, timeout=500)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     names = ("lm loss:", "grad norm:", "lm loss value:")
     return {name: [float(x) for x in re.findall(rf"{name} ([-+.\dE]+)", done.stdout)] for name in names}
@@ -220,3 +220,52 @@ def test_checkpoints_of_a_real_checkout_go_both_ways(tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert model.config.model_type == "llama"
     assert model(torch.arange(16)[None]).logits.shape == (1, 16, 5000)
+
+
+PACKED = """
+import random, runpy
+import torch
+from megatron.training.datasets import sft_dataset
+from megatron.training.tokenizer import tokenizer
+
+class Documents:  # every fourth sample is one long document, the others are short ones
+    def __init__(self, path): pass
+    def __len__(self): return 64
+    def __getitem__(self, i):
+        draw = random.Random(int(i))
+        lengths = [draw.randint(2, 12) for _ in range(4)] if i % 4 else [50 + int(i) % 9]
+        return [{"role": "system", "content": n} for n in lengths]
+
+class Tokens:
+    eod = pad = bos = eos = 126
+    vocab_size, unique_identifiers = 128, {}
+    def __init__(self, *args, **options): pass
+    def tokenize_conversation(self, conversation, **options):
+        n = conversation[0]["content"]
+        text = torch.randint(2, 120, (n,), generator=torch.Generator().manual_seed(n))
+        return text, torch.where(torch.arange(n) < n // 4, -100, text)
+
+sft_dataset.SFTLowLevelDataset, tokenizer.SFTTokenizer = Documents, Tokens
+runpy.run_path("pretrain_gpt.py", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(CHECKOUT is None, reason="MEGATRON_LM names no Megatron-LM checkout")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compares runs on CPU ranks")
+def test_a_real_checkout_dispatches_packed_batches(tmp_path, monkeypatch):
+    """Four data-parallel ranks share the documents of all; Megatron averages losses of evaluations over its ranks."""
+    for path in Path(CHECKOUT).resolve().iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "pretrain_sft.py").write_text(PACKED)
+    monkeypatch.chdir(tmp_path)
+    options = ["--dispatch-documents", "--calculate-per-token-loss", "--cp-comm-type", "tree"]
+    data = ["--sft", "--tokenizer-type", "SFTTokenizer", "--tokenizer-model", "none", "--legacy-tokenizer"]
+    data += ["--no-create-attention-mask-in-dataloader"]
+    options += ["--spec", "megatron_tree.integrations.megatron", "get_gpt_layer_tree_spec", "--micro-batch-size", 1]
+    data += [x for part in ("train", "valid", "test") for x in (f"--{part}-data-path", tmp_path / "none")]
+    where = dict(data=data, folder=tmp_path, script="pretrain_sft.py")
+    one, four = (trained(n, *options, **where) for n in (1, 4))
+    for name in ("lm loss:", "grad norm:"):
+        assert len(one[name]) == 4 and four[name] == pytest.approx(one[name], rel=2e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import os
@@ -19,7 +20,7 @@ import torch
 
 from . import compat
 from .cpu import megatron_on_cpu
-from .documents import dispatch_batch
+from .documents import dispatch_batch, use_dispatched_documents
 from .norm import SequenceParallelNorm
 from .spec import install
 
@@ -68,10 +69,23 @@ def run_script(script: Path, arguments: list[str]) -> None:
 @contextlib.contextmanager
 def dispatched_batches() -> Iterator[None]:
     """Scripts that cut packed batches (`--sft`) dispatch those of all data ranks over all data- and context-parallel
-    ranks, by `dispatch_batch`. Raises: ValueError without --calculate-per-token-loss, at the first batch."""
+    ranks, by `dispatch_batch`. Raises: ValueError without --calculate-per-token-loss, at the first batch, and for
+    models that `use_dispatched_documents` refuses."""
     utils = importlib.import_module("megatron.core.utils")
-    with mock.patch.object(utils, "get_thd_batch_on_this_cp_rank", _dispatch):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(utils, "get_thd_batch_on_this_cp_rank", _dispatch))
+        for model in compat.model_classes():
+            stack.enter_context(mock.patch.object(model, "__init__", _prepared(model.__init__)))
         yield
+
+
+def _prepared(original):
+    @functools.wraps(original)
+    def init(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        use_dispatched_documents(self)
+
+    return init
 
 
 def _dispatch(batch: dict, cu_seqlens: Any, cu_seqlens_padded: Any, max_seqlen: Any) -> tuple[dict, Any]:
