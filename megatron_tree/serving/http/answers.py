@@ -75,33 +75,39 @@ class Echo(NamedTuple):
 
 
 class Form:
-    """The answers of one of the two endpoints. logprobs: whether the request asked for them."""
+    """The answers of one endpoint. logprobs, include_usage: whether the request asked for them, in a stream."""
 
     prefix = whole_object = chunk_object = ""
+    last = "data: [DONE]\n\n"  # of a stream
 
-    def __init__(self, *, model: str, tokens: TokenTexts, logprobs: bool):
+    def __init__(self, *, model: str, tokens: TokenTexts, logprobs: bool, include_usage: bool = False):
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self.tokens, self.wants_logprobs = tokens, logprobs
+        self.tokens, self.wants_logprobs, self._include_usage = tokens, logprobs, include_usage
 
-    def whole(self, choices: list[list[Event]], usage: dict[str, int]) -> dict[str, Any]:
+    def whole(self, choices: list[list[Event]], usage: dict[str, Any]) -> dict[str, Any]:
         """The complete answer; choices: the events of every choice."""
         made = [self._choice(i, events) for i, events in enumerate(choices)]
         return self._head | {"object": self.whole_object, "choices": made, "usage": usage}
 
-    def opening(self, choice: int) -> dict[str, Any] | None:
-        """The first event of a choice in a stream, or None."""
-        return None
+    def opening(self, choice: int) -> list[dict[str, Any]]:
+        """The first events of a choice in a stream."""
+        return []
 
-    def chunk(self, choice: int, event: Event) -> dict[str, Any]:
-        """One event of a stream."""
-        return self._event([self._delta(choice, event)])
+    def chunk(self, choice: int, event: Event) -> list[dict[str, Any]]:
+        """What a stream tells of one event."""
+        return [self._event([self._delta(choice, event)])]
 
-    def ending(self, usage: dict[str, int]) -> dict[str, Any]:
-        """The last event of a stream, with the usage."""
-        return self._event([]) | {"usage": usage}
+    def ending(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+        """The last events of a stream."""
+        return [self._event([]) | {"usage": usage}] if self._include_usage else []
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """The last event of a stream that fails."""
+        return error.body()
 
     def _event(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return self._head | {"object": self.chunk_object, "choices": choices}
+        usage = {"usage": None} if self._include_usage else {}
+        return self._head | {"object": self.chunk_object, "choices": choices} | usage
 
     def _choice(self, index: int, events: list[Event]) -> dict[str, Any]:
         raise NotImplementedError
@@ -124,13 +130,13 @@ class CompletionForm(Form):
         self._echo, self._n, self._nothing_new = echo, n, nothing_new
         self._offsets: dict[int, int] = {}
 
-    def whole(self, choices: list[list[Event]], usage: dict[str, int]) -> dict[str, Any]:
+    def whole(self, choices: list[list[Event]], usage: dict[str, Any]) -> dict[str, Any]:
         return super().whole(choices, self._used(usage))
 
-    def ending(self, usage: dict[str, int]) -> dict[str, Any]:
+    def ending(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
         return super().ending(self._used(usage))
 
-    def _used(self, usage: dict[str, int]) -> dict[str, int]:
+    def _used(self, usage: dict[str, Any]) -> dict[str, Any]:
         if not self._nothing_new:
             return usage
         return usage | {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
@@ -161,9 +167,9 @@ class ChatForm(Form):
         super().__init__(**options)
         self._tools: defaultdict[int, ToolText] | None = None if tools is None else defaultdict(tools)
 
-    def opening(self, choice: int) -> dict[str, Any]:
+    def opening(self, choice: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
-        return self._event([{"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}])
+        return [self._event([{"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}])]
 
     def _choice(self, index: int, events: list[Event]) -> dict[str, Any]:
         text, calls = self._read(index, events)
@@ -201,15 +207,13 @@ def _text(events: list[Event]) -> str:
     return "".join(event.text for event in events)
 
 
-async def respond(
-    request: Request, ticket: Ticket, form: Form, *, stream: bool, include_usage: bool, timeout: float
-) -> Response:
+async def respond(request: Request, ticket: Ticket, form: Form, *, stream: bool, timeout: float) -> Response:
     """Answer a request; when the response ends, for whatever reason, the ticket is closed and cancelled.
 
     timeout: seconds until an unfinished answer is cancelled. Raises: ApiError for an answer that is not a stream.
     """
     if stream:
-        return EventStream(ticket, _stream(ticket, form, include_usage, timeout))
+        return EventStream(ticket, _stream(ticket, form, timeout))
     collecting = asyncio.create_task(_collect(ticket, timeout))
     leaving = asyncio.create_task(_disconnected(request.receive))
     try:
@@ -248,26 +252,27 @@ async def _collect(ticket: Ticket, timeout: float) -> list[list[Event]]:
     return choices
 
 
-async def _stream(ticket: Ticket, form: Form, include_usage: bool, timeout: float) -> AsyncIterator[str]:
+async def _stream(ticket: Ticket, form: Form, timeout: float) -> AsyncIterator[str]:
     """The events of a stream; an error after its beginning is one more event."""
-    more = {"usage": None} if include_usage else {}
     for choice in range(ticket.choices):
-        if (opening := form.opening(choice)) is not None:
-            yield _data(opening | more)
+        for told in form.opening(choice):
+            yield _data(told)
     try:
         async for choice, event in _events(ticket, timeout):
             if event.text or event.logprob is not None or event.finish_reason:
-                yield _data(form.chunk(choice, event) | more)
+                for told in form.chunk(choice, event):
+                    yield _data(told)
     except ApiError as error:
-        yield _data(error.body())
+        yield _data(form.failed(error))
         return
-    if include_usage:
-        yield _data(form.ending(ticket.usage))
-    yield "data: [DONE]\n\n"
+    for told in form.ending(ticket.usage):
+        yield _data(told)
+    yield form.last
 
 
 def _data(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    name = f"event: {content['type']}\n" if "type" in content else ""
+    return f"{name}data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
 class EventStream(StreamingResponse):

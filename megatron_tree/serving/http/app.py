@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from ...generation.sampling import first_fault
 from ...log import logger
+from . import responses_request
 from .answers import ChatForm, CompletionForm, Form, respond
 from .errors import TOO_MUCH, ApiError, failed
 from .frontend import Frontend
@@ -22,6 +23,8 @@ from .guard import Guard
 from .metrics import CONTENT_TYPE
 from .prompts import Prompts
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest
+from .responses_answer import ResponseForm
+from .responses_request import ResponseRequest, renamed
 from .tools import ToolText
 
 
@@ -80,6 +83,13 @@ def create_app(service: Service) -> FastAPI:
         prompt, images = await service.prompts.of_chat(body)
         return await _answer(service, request, body, [prompt], ChatForm, images=images, tools=_tool_text(body))
 
+    @app.post(responses_request.PATH)
+    async def responses(body: ResponseRequest, request: Request) -> Response:
+        _check_model(service, body.model)
+        prompts = [await service.prompts.of_chat(body)]
+        options = {"tools": _tool_text(body), "asked": body.asked}
+        return await _answer(service, request, body, prompts, ResponseForm, **options)
+
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         _check_model(service, body.model)
@@ -110,9 +120,8 @@ async def _answer(
     limits = [service.prompts.max_tokens(prompt, body.limit) for prompt in prompts]
     ticket = await service.frontend.submit(prompts, [body.sampling(limit) for limit in limits], body.n, images)
     made = form(model=body.model, tokens=service.prompts.token_texts, logprobs=body.top_logprobs_wanted is not None,
-                **options)  # fmt: skip
-    return await respond(request, ticket, made, stream=body.stream, include_usage=body.include_usage,
-                         timeout=service.request_timeout)  # fmt: skip
+                include_usage=body.include_usage, **options)  # fmt: skip
+    return await respond(request, ticket, made, stream=body.stream, timeout=service.request_timeout)
 
 
 def _tool_text(body: ChatRequest) -> Callable[[], ToolText] | None:
@@ -126,12 +135,12 @@ def _tool_text(body: ChatRequest) -> Callable[[], ToolText] | None:
 
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
-    async def api_error(_: Request, error: ApiError) -> Response:
-        return error.response()
+    async def api_error(request: Request, error: ApiError) -> Response:
+        return (renamed(error) if request.url.path == responses_request.PATH else error).response()
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return invalid_request(error).response()
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return await api_error(request, invalid_request(error))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
