@@ -16,13 +16,18 @@ pytest.importorskip("uvicorn")
 
 import h11
 
-from megatron_tree.serving.http import errors
+from megatron_tree.serving.http import errors, responses_request
 from megatron_tree.serving.http.app import create_app
 from megatron_tree.serving.http.protocol import IGNORED, REFUSED, ChatRequest, CompletionRequest
 from support.damage import chances, damaged, examples
-from support.http_server import CHAT, COMPLETION, byte_model, byte_tokenizer, is_idle, serving, until
+from support.http_server import CHAT, COMPLETION, NAME, byte_model, byte_tokenizer, is_idle, serving, until
 
-BODIES = {"/v1/completions": (COMPLETION, CompletionRequest), "/v1/chat/completions": (CHAT, ChatRequest)}
+RESPONSE = {"model": NAME, "input": "a", "max_output_tokens": 2, "temperature": 0}
+BODIES = {
+    "/v1/completions": (COMPLETION, CompletionRequest.model_fields),
+    "/v1/chat/completions": (CHAT, ChatRequest.model_fields),
+    responses_request.PATH: (RESPONSE, responses_request.TRANSLATED | {*responses_request.REFUSED}),
+}
 ROUTES = ["/", "/v1/models/\udcff", "/v1/models/../x", "//v1", "/v1/completions/", "/v1/chat", "/health"]
 LIMIT_S = 60
 
@@ -120,6 +125,8 @@ def _check(status, body, what):
     if status == 200:
         if body.startswith(b"data: "):
             assert body.endswith(b"data: [DONE]\n\n"), what
+        elif body.startswith(b"event: response.created\n"):
+            assert b"event: response.incomplete\n" in body or b"event: response.completed\n" in body, what
         else:
             assert json.loads(body).keys() & {"object", "status"}, what
         return
@@ -128,10 +135,10 @@ def _check(status, body, what):
     assert "Traceback" not in error["message"], what
 
 
-def _with_value(body, schema, chance):
+def _with_value(body, fields, chance):
     """JSON text of a body in which one field has an odd value, in place of what was there or beside it."""
     text, value = dict(body), chance.choice(VALUES)
-    name = chance.choice([*schema.model_fields, *REFUSED, *IGNORED, "extra", "\ud800"])
+    name = chance.choice([*sorted(fields), *REFUSED, *IGNORED, "extra", "\ud800"])
     if name in text and chance.random() < 0.2:
         del text[name]
     else:
@@ -148,13 +155,13 @@ def test_bodies_and_headers(server, seed, count):
     assert good[0] == 200
     for chance in chances(seed, count):
         path = chance.choice(list(BODIES))
-        body, schema = BODIES[path]
+        body, fields = BODIES[path]
         data, options = json.dumps(body).encode(), {}
         match chance.choice(("bytes", "value", "value", "header", "route", "size", "cut")):
             case "bytes":
                 data = damaged(data, chance)
             case "value":
-                data = _with_value(body, schema, chance)
+                data = _with_value(body, fields, chance)
             case "header":
                 options["headers"] = [chance.choice(HEADERS)]
             case "route":

@@ -26,8 +26,9 @@ class ApiError(Exception):
 
     def body(self) -> dict:
         """The error object, ready for JSON; what is no UTF-8 in a text is escaped."""
-        message = self.message.encode("utf-8", "backslashreplace").decode()
-        return {"error": {"message": message, "type": self.kind, "param": self.param, "code": self.code}}
+        texts = {"message": self.message, "param": self.param}
+        texts = {name: x and x.encode("utf-8", "backslashreplace").decode() for name, x in texts.items()}
+        return {"error": {"type": self.kind, "code": self.code, **texts}}
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body(), self.status, headers=self.headers)

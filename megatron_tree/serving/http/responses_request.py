@@ -64,7 +64,8 @@ def _chat(data: dict[str, Any]) -> dict[str, Any]:
         if data.pop(name, None) not in (None, *neutral):
             raise refused(name, why)
     if unknown := sorted(set(data) - SAME - TRANSLATED):
-        raise refused(unknown[0], "this is no field of /v1/responses, or one that is not supported: leave it out")
+        text = f"{unknown[0]}: this is no field of {PATH}, or one that is not supported: leave it out"
+        raise ApiError(400, text, param=unknown[0], code="unknown_parameter")
     if "input" not in data:
         raise bad_value("input", "is missing")
     chat = {name: value for name, value in data.items() if name in SAME}
