@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -60,6 +61,8 @@ class Usage(NamedTuple):
     completion_tokens: int
     cached_tokens: int = 0
     """Of the prompt's, those that the cache held already."""
+    waited_s: float = 0.0
+    """Until it had a row."""
 
 
 class Event(NamedTuple):
@@ -190,7 +193,8 @@ class ActiveAnswer:
         request, params = self.request, self.request.params
         if finish_reason is not None:
             self.finish()
-            fields["usage"] = Usage(request.num_prompt, self.stopper.num_tokens, request.num_cached)
+            tokens = request.num_prompt, self.stopper.num_tokens, request.num_cached
+            fields["usage"] = Usage(*tokens, request.waited_s)
         if choice is not None:
             if params.prompt_logprobs is not None and self.stopper.num_tokens == 1:
                 fields["prompt_logprobs"] = tuple(request.scored)
@@ -214,6 +218,7 @@ class ServedRequest:
     def __init__(self, request: Request, prompt: Tensor, tokenizer, end_tokens: Collection[int], sink: EventSink,
                  grammars: Grammars, images: PromptImages | None = None):  # fmt: skip
         self.id = -1  # until it is queued
+        self._queued_at, self._row_at = time.monotonic(), None
         self.prompt, self.num_prompt, self.sink = prompt, len(prompt), sink
         self.row, self.images = request.row, images
         self.named_prompt = prompt if images is None else torch.tensor(self.named(prompt.tolist()))
@@ -241,6 +246,14 @@ class ServedRequest:
     def named(self, tokens: list[int], first: int = 0) -> list[int]:
         """Tokens of its rows from position `first` on, as they are compared with those of others."""
         return tokens if self.images is None else self.images.named(tokens, first)
+
+    def has_row(self) -> None:
+        """It waits no more."""
+        self._row_at = time.monotonic()
+
+    @property
+    def waited_s(self) -> float:
+        return (self._row_at or time.monotonic()) - self._queued_at
 
     @property
     def num_rows(self) -> int:

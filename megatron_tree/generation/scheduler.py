@@ -183,6 +183,11 @@ class Scheduler:
         return self._planner.room.preemptions
 
     @property
+    def rows_in_use(self) -> int:
+        """Of max_rows. From any thread of the leader."""
+        return sum(answer.request.num_rows for answer in self._planner.room.answers_with_rows())
+
+    @property
     def load(self) -> Load:
         """From any thread of the leader."""
         with self._changed:
@@ -305,7 +310,7 @@ class Scheduler:
         with self._changed:
             self._planner.room.resume()
             while self._waiting and self._planner.room.admits(self._waiting[0]):
-                self._waiting.popleft()
+                self._waiting.popleft().has_row()
             idle = not self._open
         return Plan(self._planner.plan(), stop, idle)
 

@@ -132,7 +132,7 @@ class Supervised:
     """`run_apart` over a rank that is a thread."""
 
     def __init__(self, restarts):
-        self.ranks = Ranks(["rank"], size=1, restarts=restarts, wait_s=60, max_waiting=4)
+        self.ranks = Ranks(["rank"], size=1, restarts=restarts, wait_s=60, max_rows=2, max_waiting=4)
         self.ranks.start()
         until(lambda: self.ranks.run_once() and self.ranks.limits)
         self.service = Service(

@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 import openai
 
+from megatron_tree.serving.http import frontend
 from support.http_server import END, NAME, byte_model, byte_tokenizer, is_idle, raw, serving, until
 
 TOKENIZER = byte_tokenizer()
@@ -250,11 +251,31 @@ def test_metrics(model):
         assert after["megatron_tree_time_to_first_token_seconds_count"] == "4"
         assert after['megatron_tree_time_per_output_token_seconds_bucket{le="+Inf"}'] == "16"
         assert after["megatron_tree_preemptions_total"] == "0"
+        assert after["megatron_tree_waiting_seconds_count"] == "2"
+        assert after["megatron_tree_rows"] == "8" and after["megatron_tree_rows_in_use"] == "0"
+        assert float(after["megatron_tree_row_seconds"]) > 0 == float(after["megatron_tree_expected_wait_seconds"])
         assert after["megatron_tree_requests_served_total"] == "1"
         assert after["megatron_tree_drafted_tokens_total"] == after["megatron_tree_accepted_tokens_total"] == "0"
         assert after["megatron_tree_requests_waiting"] == after["megatron_tree_requests_running"] == "0"
         counts = [int(n) for name, n in after.items() if name.startswith("megatron_tree_answer_seconds_bucket")]
         assert counts == sorted(counts) and counts[-1] == 4
+
+
+def test_a_long_queue_is_told_of(model, monkeypatch, caplog):
+    monkeypatch.setattr(frontend, "LONG_WAIT_S", 0.0)
+    body = {"model": NAME, "prompt": "abc", "max_tokens": 5}
+    with serving(model, TOKENIZER, max_rows=1) as server, concurrent.futures.ThreadPoolExecutor(3) as pool:
+        server.client().completions.create(**body)
+        server.runner.gate.clear()
+        asked = [pool.submit(server.client().completions.create, **body) for _ in range(3)]
+        until(lambda: server.scheduler.load == (2, 1))
+        told = dict(line.rsplit(" ", 1) for line in _page(server) if not line.startswith("#"))
+        wait, each = (float(told[f"megatron_tree_{name}"]) for name in ("expected_wait_seconds", "row_seconds"))
+        assert told["megatron_tree_rows_in_use"] == "1" and wait == pytest.approx(2 * each) and each > 0
+        server.runner.gate.set()
+        assert all(one.result().choices[0].finish_reason for one in asked)
+    (warning,) = [record.getMessage() for record in caplog.records if "wait for 1 rows" in record.getMessage()]
+    assert "Rows and queue" in warning
 
 
 def _page(server):

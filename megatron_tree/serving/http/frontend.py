@@ -14,11 +14,14 @@ from ...errors import TreeError
 from ...generation.requests import Event, Request
 from ...generation.sampling import SamplingParams
 from ...generation.scheduler import QueueFull, Scheduler
+from ...log import logger
 from .errors import ApiError, bad_value, failed, restarting, stopping
 from .metrics import Metrics
 from .ranks import Ranks, Restarting
 
 RETRY_AFTER_S = 2
+LONG_WAIT_S = 30.0  # for a row: the log says so,
+TOLD_EVERY_S = 300.0  # this often at most
 
 
 class Ticket:
@@ -88,6 +91,7 @@ class Frontend:
         """ "ok", "stopping" or "failed"; unless it is "ok" requests get a 503."""
         self.failure = ""
         """Why it failed."""
+        self._told_at = -math.inf
 
     def health(self) -> dict[str, str]:
         """What /health reports: "status", the state, "restarting" or "stalled"; and unless it is "ok" or "stopping" the
@@ -136,7 +140,7 @@ class Frontend:
             raise
         except QueueFull as error:
             ticket.close()
-            headers = {"Retry-After": str(RETRY_AFTER_S)}
+            headers = {"Retry-After": str(max(RETRY_AFTER_S, math.ceil(self._seconds_per_row)))}
             raise ApiError(429, str(error), code="queue_full", headers=headers) from None
         except TreeError as error:
             ticket.close()
@@ -147,7 +151,26 @@ class Frontend:
             param = name if name in ("n", *SamplingParams.model_fields) else None
             raise ApiError(400, str(error), param=param, code="invalid_value") from None
         self._metrics.asked(sum(map(len, prompts)))
+        self._tell_of_a_long_queue()
         return ticket
+
+    @property
+    def _seconds_per_row(self) -> float:
+        """Between two rows that become free, when all are in use."""
+        return self._metrics.row_s / self._scheduler.max_rows
+
+    @property
+    def expected_wait_s(self) -> float:
+        """For a row, of a prompt that comes now."""
+        return self._scheduler.load.waiting * self._seconds_per_row
+
+    def _tell_of_a_long_queue(self) -> None:
+        now, wait = time.monotonic(), self.expected_wait_s
+        if wait > LONG_WAIT_S and now - self._told_at > TOLD_EVERY_S:
+            self._told_at = now
+            waiting, rows = self._scheduler.load.waiting, self._scheduler.max_rows
+            logger.warning("%d prompts wait for %d rows, a new one for about %.0f s: see 'Rows and queue' in "
+                           "docs/serving.md", waiting, rows, wait)  # fmt: skip
 
     def metrics(self) -> str:
         waiting, running = self._scheduler.load
@@ -155,6 +178,10 @@ class Frontend:
         more = {
             "requests_waiting": ("gauge", "Prompts that wait for a row.", waiting),
             "requests_running": ("gauge", "Prompts that are prefilled or answered.", running),
+            "rows": ("gauge", "Answers that can be generated at the same time.", self._scheduler.max_rows),
+            "rows_in_use": ("gauge", "Rows of answers under way.", self._scheduler.rows_in_use),
+            "row_seconds": ("gauge", "For which an answer has had a row, on average.", self._metrics.row_s),
+            "expected_wait_seconds": ("gauge", "Of a prompt that comes now, for a row.", self.expected_wait_s),
             "requests_served_total": ("counter", "Requests that were answered in full.", self._metrics.served),
             "drafted_tokens_total": ("counter", "Tokens: drafted by speculation.", speculated.drafted),
             "accepted_tokens_total": ("counter", "Tokens: drafted and right.", speculated.accepted),

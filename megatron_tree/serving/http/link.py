@@ -57,7 +57,7 @@ class Link:
                 if time.monotonic() - told >= wire.LOAD_S:
                     told, scheduler = time.monotonic(), self._scheduler
                     numbers = scheduler.preemptions, list(scheduler.speculated), comm.waited_s()
-                    self._send("load", list(scheduler.load), *numbers)
+                    self._send("load", [*scheduler.load, scheduler.rows_in_use], *numbers)
         except (EOFError, OSError):
             print("the process of the HTTP server has gone", file=sys.stderr)
             leave(1)

@@ -41,7 +41,13 @@ class Metrics:
         """HTTP requests that were answered in full."""
         self._tokens = Counter(prompt=0, generation=0)
         self._answers = Counter(stop=0, length=0, cancelled=0, error=0)
-        self._first, self._next, self._whole = Histogram(), Histogram(), Histogram()
+        self._first, self._next, self._whole, self._waited = (Histogram() for _ in range(4))
+        self._row_s, self._num_rows = 0.0, 0
+
+    @property
+    def row_s(self) -> float:
+        """Seconds for which an answer has had a row, on average; 0 before the first."""
+        return self._row_s / max(self._num_rows, 1)
 
     def asked(self, prompt_tokens: int) -> None:
         self._tokens["prompt"] += prompt_tokens
@@ -55,6 +61,11 @@ class Metrics:
         if event.finish_reason is not None:
             self._answers[event.finish_reason] += 1
             self._whole.add(now - since)
+        if (usage := event.usage) is not None:
+            if usage.completion_tokens:
+                self._row_s, self._num_rows = self._row_s + now - since - usage.waited_s, self._num_rows + 1
+            if event.last:
+                self._waited.add(usage.waited_s)
 
     def text(self, more: Mapping[str, tuple[str, str, float]]) -> str:
         """The whole page. more: by name, the kind of other numbers, what they are and their values now."""
@@ -70,6 +81,7 @@ class Metrics:
         ends = [f'{PREFIX}answers_total{{finish_reason="{reason}"}} {n}' for reason, n in self._answers.items()]
         put("answers_total", "counter", "Answers that have ended.", ends)
         for name, about, histogram in (
+            ("waiting_seconds", "From a request to its row, of those that ended.", self._waited),
             ("time_to_first_token_seconds", "From a request to an answer's first token.", self._first),
             ("time_per_output_token_seconds", "Between two tokens of an answer.", self._next),
             ("answer_seconds", "From a request to an answer's end.", self._whole),

@@ -83,12 +83,14 @@ class Ranks:
         command: of every rank. size: number of ranks.
         restarts: at most so many in an hour; one failure more ends the server.
         wait_s: rank 0 counts as lost after this many seconds of silence.
-        max_waiting: prompts of one request at most.
+        max_rows, max_waiting: of rank 0's scheduler.
     """
 
-    def __init__(self, command: Sequence[str], *, size: int, restarts: int, wait_s: float, max_waiting: int):
+    def __init__(
+        self, command: Sequence[str], *, size: int, restarts: int, wait_s: float, max_rows: int, max_waiting: int
+    ):
         self._command, self._size, self._most, self._wait_s = list(command), size, restarts, wait_s
-        self.max_waiting = max_waiting
+        self.max_rows, self.max_waiting = max_rows, max_waiting
         self.limits: dict[str, int] = {}
         """What rank 0 says of the model once it is ready for the first time."""
         self.restarts = 0
@@ -96,7 +98,7 @@ class Ranks:
         self.failure = ""
         """Why the ranks are being started again; empty while they serve."""
         self.preemptions, self.speculated, self.waited_s = 0, Speculated(), 0.0
-        self._waiting = 0
+        self._waiting = self.rows_in_use = 0
         self._times: deque[float] = deque(maxlen=restarts or 1)
         self._lock, self._numbers = threading.RLock(), itertools.count()
         self._open: dict[int, OpenRequest] = {}
@@ -217,7 +219,7 @@ class Ranks:
         self._times.append(time.monotonic())
         self.restarts += 1
         self.failure = why
-        self.waited_s, self._waiting = 0.0, len(self._open)
+        self.waited_s, self._waiting, self.rows_in_use = 0.0, len(self._open), 0
         logger.warning("the ranks are started again (restart %d): %s", self.restarts, why)
         self._give_up_some()
         self.start()
@@ -294,7 +296,7 @@ class Ranks:
 
     def _on_load(self, load: list[int], preemptions: int, speculated: list[int], waited_s: float) -> None:
         self.preemptions, self.speculated, self.waited_s = preemptions, Speculated(*speculated), waited_s
-        self._waiting = load[0]
+        self._waiting, _, self.rows_in_use = load
 
     def _on_failed(self, error: str) -> None:
         self._last_words = error

@@ -162,7 +162,7 @@ def run_apart(args: Namespace, argv: list[str]) -> None:
     """
     listener = bind(args.host, args.port)
     command = [sys.executable, "-m", "megatron_tree", "serve", *argv]
-    limits = {"wait_s": args.wait_timeout, "max_waiting": args.max_waiting}
+    limits = {"wait_s": args.wait_timeout, "max_rows": args.max_rows, "max_waiting": args.max_waiting}
     ranks = Ranks(command, size=args.ranks, restarts=args.restarts, **limits)
     for number in STOPPING:
         signal.signal(number, lambda number, _: (ranks.close(), leave(128 + number)))

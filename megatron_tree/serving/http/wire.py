@@ -29,8 +29,9 @@ def receive(connection: Connection) -> list[Any]:
 
 
 def request_to_json(request: Request, begun: list[list[int] | None]) -> dict[str, Any]:
-    sampling, images = request.sampling.model_dump(), None if request.images is None else packed(request.images)
-    return {"prompt": list(request.prompt), "sampling": sampling, "n": request.n, "begun": begun, "images": images}
+    images = None if request.images is None else packed(request.images)
+    fields = {"sampling": request.sampling.model_dump(), "n": request.n, "begun": begun, "images": images}
+    return {"prompt": list(request.prompt), **fields}
 
 
 def request_from_json(value: dict[str, Any]) -> Request:
