@@ -1,5 +1,6 @@
 """Transformers' Trainer on shards under DDP and FSDP2: losses, norms and weights of plain Trainer on one rank."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # Accelerate asks for them, nothing listens there
 LENGTH = 41  # no multiple of twice the ranks
 SAME = 1e-6
+FULL = "FULL_STATE_DICT"
 ARGUMENTS = {
     "max_steps": 4,
     "gradient_accumulation_steps": 2,
@@ -57,7 +59,7 @@ def _packed(samples):
 COLLATORS = {"padded": _padded, "packed": _packed}
 
 
-def _train(trainer_class, folder, collator, batch_size, *, fsdp=False, resume=None, lora=False, args=None, **options):
+def _train(trainer_class, folder, collator, batch_size, *, fsdp=None, resume=None, lora=False, args=None, **options):
     """({name: its values in the steps}, trained parameters)."""
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
@@ -65,8 +67,9 @@ def _train(trainer_class, folder, collator, batch_size, *, fsdp=False, resume=No
     from support.hf_models import tiny_model
 
     AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ.pop("ACCELERATE_USE_FSDP", None)  # Accelerate sets it for a run with FSDP
     sizes = {"per_device_train_batch_size": batch_size, "per_device_eval_batch_size": batch_size}
-    more = {"fsdp": True, "fsdp_config": {"version": 2}} if fsdp else {}
+    more = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": fsdp}} if fsdp else {}
     args = transformers.TrainingArguments(str(folder), **ARGUMENTS | sizes | more | (args or {}))
     if fsdp:  # Accelerate has FSDP for ranks with devices only
         assert args.device.type == "cpu"
@@ -107,15 +110,14 @@ def _sharded(rank, world, folder, cases, want):
         _compare(found, weights, *want[collator, lora])
 
 
-def _resumed(rank, world, folder, saved, resumed, want):
-    """A run of all steps that saves after two, and one on other sequence ranks that goes on from there."""
+def _resumed(rank, world, folder, sp_size, fsdp, resume, want):
+    """All steps with a checkpoint after two of them or, from there, the others; on any ranks."""
     from megatron_tree.integrations.transformers.trainer import Trainer
 
-    saving = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": None}
-    for (sp_size, fsdp), options in ((saved, {"args": saving}), (resumed, {"resume": str(folder / "checkpoint-2")})):
-        options |= {"sp_size": sp_size, "fsdp": fsdp}
-        found, weights = _train(Trainer, folder, "padded", 2 * sp_size // world, **options)
-        _compare(found, weights, *want["padded", False])
+    saving = {} if resume else {"save_strategy": "steps", "save_steps": 2}
+    options = {"resume": str(folder / "checkpoint-2") if resume else None, "sp_size": sp_size, "fsdp": fsdp}
+    found, weights = _train(Trainer, folder, "padded", 2 * sp_size // world, args=saving, **options)
+    _compare(found, weights, *want["padded", False])
 
 
 def _compare(found, weights, want_found, want_weights):
@@ -127,7 +129,7 @@ def _compare(found, weights, want_found, want_weights):
         assert largest((p - want_weights[name]).abs().flatten().tolist()) < SAME, name
 
 
-CASES = (("padded", False, 2, False, None), ("packed", False, 2, True, {"dp_shard_size": 2, "cp_size": 2}))
+CASES = (("padded", False, 2, None, None), ("packed", False, 2, FULL, {"dp_shard_size": 2, "cp_size": 2}))
 
 
 def _check(tmp_path, cases):
@@ -223,19 +225,19 @@ def test_trainer_and_accelerate(tmp_path):
 @pytest.mark.supports("`transformers.Trainer`", with_="FSDP2, replicas of shards (HSDP); LoRA; sp = 4")
 def test_trainer_with_lora_and_replicas(tmp_path):
     cases = (
-        ("padded", True, 4, False, None),
-        ("packed", True, 2, True, None),
-        ("padded", False, 2, True, {"dp_replicate_size": 2, "sp_size": 2}),
-        ("packed", False, 4, True, {"cp_size": 4}),
-        ("packed", False, 2, False, {"dp_replicate_size": 2, "sp_size": 2}),
+        ("padded", True, 4, None, None),
+        ("packed", True, 2, FULL, None),
+        ("padded", False, 2, FULL, {"dp_replicate_size": 2, "sp_size": 2}),
+        ("packed", False, 4, FULL, {"cp_size": 4}),
+        ("packed", False, 2, None, {"dp_replicate_size": 2, "sp_size": 2}),
     )
     _check(tmp_path, cases)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fsdp", [False, True])
+@pytest.mark.parametrize("fsdp", [None, FULL, "SHARDED_STATE_DICT"])
 def test_a_run_is_resumed_on_the_same_and_on_another_mesh(tmp_path, fsdp):
     (want,) = run_distributed(_plain, 1, tmp_path / "plain", {("padded", False)}, timeout=250, env=ADDRESS, fresh=True)
-    for sp_size in (2, 4):
-        ranks = (2, fsdp), (sp_size, fsdp)
-        run_distributed(_resumed, 4, tmp_path / str(sp_size), *ranks, want, timeout=500, env=ADDRESS, fresh=True)
+    for world, sp_size, resume in ((4, 2, False), (4, 2, True), (4, 4, True), (2, 2, True)):
+        run = tmp_path, sp_size, fsdp, resume, want
+        run_distributed(_resumed, world, *run, timeout=250, env=ADDRESS, fresh=True)
