@@ -144,7 +144,6 @@ def _refusals(rank, world, folder):
 
     def make(arguments, options, trainer_class=Trainer, *values):
         args = transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[], **arguments)
-        args.loss_type = options.pop("loss_type", None)
         return trainer_class(*(values or (_model(),)), args=args, **options)
 
     def note(function):
@@ -153,22 +152,19 @@ def _refusals(rank, world, folder):
         said.append(str(error.value))
 
     Mine = type("Mine", (module.SequenceParallelMixin, _Other), {})
-    Sft = type("SFTTrainer", (_Other,), {"__module__": "trl.trainer.sft_trainer", "compute_loss": _Other.compute_loss})
     with_loss = _model()
     with_loss.loss_function = print
     for arguments, options, *values in (
         (zero, {"compute_metrics": print}),
-        (zero | {"label_smoothing_factor": 0.1}, {}),
         (zero, {"sp_size": 2}),
         (zero | {"use_liger_kernel": True}, {}),
         (zero, {}, Trainer, with_loss),
         (zero, {}, Mine, _model(), None),
-        (zero, {"loss_type": "dft"}, type("OfSft", (module.SequenceParallelMixin, Sft), {})),
     ):
         note(lambda: make(arguments, options, *values))  # noqa: B023  called at once
     note(lambda: Trainer(args=None))
     positional = transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[], **zero)
-    note(lambda: Trainer(_model(), positional, None, None, None, None, None, print))
+    note(lambda: Trainer(_model(), positional, None, None, None, None, print))
     trainer = make(zero, {})
     note(lambda: trainer.compute_loss(trainer.model, {"input_ids": torch.ones(1, 4, dtype=torch.int64)}))
     note(lambda: trainer.prediction_step(trainer.model, {}, False))
@@ -230,14 +226,12 @@ def test_what_the_trainer_refuses_and_that_only_the_mixins_loss_is_trained_on(tm
     (said,) = run_distributed(_refusals_and_losses, 1, tmp_path, timeout=250, env=ADDRESS, fresh=True)
     wanted = (
         "compute_metrics=",
-        "label_smoothing_factor=0.1",
         "sp_size=2",
         "use_liger_kernel=True",
         "the loss_function of LlamaForCausalLM is <built-in function print>",
         "_Other has a compute_loss of its own",
-        "loss_type='dft'",
         "model and args",
-        "compute_loss_func=<built-in function print>",
+        "model_init=<built-in function print>",
         "the batches have ['input_ids'] and no labels",
         "predict needs logits",
     )

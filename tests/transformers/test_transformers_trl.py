@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from support.ranks import largest, run_distributed
 
@@ -79,8 +80,24 @@ def _make(name, trainer, folder, ranks, **more):
         packing = {"packing": True, "max_length": 64} if name == "packed" else {"loss_type": "dft"}
         args = config("SFTConfig", gradient_accumulation_steps=2, **packing)
         return trainer(model=_model(), args=args, train_dataset=data, **options)
-    if name == "dpo":
-        args = config("DPOConfig", gradient_accumulation_steps=2, use_weighting=True)
+    if name == "lora":  # the reference is the model without its adapters
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(3)
+        model = get_peft_model(
+            _model(), LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        )
+        return trainer(model=model, args=config("DPOConfig"), train_dataset=_pairs(), **options)
+    if name in ("dpo", "fsdp"):
+        sharded = name == "fsdp" and "sp_size" in more
+        wrapper = {"fsdp": True, "fsdp_config": {"version": 2}} if sharded else {}
+        args = config("DPOConfig", gradient_accumulation_steps=2, use_weighting=True, **wrapper)
+        if sharded:  # Accelerate has FSDP for ranks with devices only
+            from accelerate.state import PartialState
+            from accelerate.utils import DistributedType
+
+            assert args.device.type == "cpu"
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
         return trainer(model=_model(), ref_model=_model(seed=2), args=args, train_dataset=_pairs(), **options)
     if name == "reward":
         args = config("RewardConfig", center_rewards_coefficient=0.1, eval_strategy="steps", eval_steps=2)
@@ -138,7 +155,7 @@ def _rollout(prompts, trainer):
 
 KINDS = dict.fromkeys(("smoothed", "weighted"), "Trainer") | dict.fromkeys(("sft", "packed"), "SFTTrainer") | {
     "dpo": "DPOTrainer", "kto": "KTOTrainer", "reward": "RewardTrainer", "rloo": "RLOOTrainer", "grpo": "GRPOTrainer",
-    "rollout": "GRPOTrainer",
+    "rollout": "GRPOTrainer", "lora": "DPOTrainer", "fsdp": "DPOTrainer",
 }  # fmt: skip
 CLOCKS = ("runtime", "per_second", "time", "flos")
 
@@ -152,7 +169,8 @@ def _class(name):
 def _figures(trainer):
     """What is logged in every step but times, and the weights."""
     logs = [{k: v for k, v in log.items() if not any(c in k for c in CLOCKS)} for log in trainer.state.log_history]
-    return logs, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    weights = {name: p.detach() for name, p in trainer.model.named_parameters()}
+    return logs, {name: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for name, p in weights.items()}
 
 
 def _plain(rank, world, folder, names):
@@ -170,6 +188,7 @@ def _sharded(rank, world, folder, names, sp_size, want):
     from megatron_tree.integrations.transformers.trainer import SequenceParallelMixin
 
     for name in names:
+        AcceleratorState._reset_state(reset_partial_state=True)
         cls = type("Mine", (SequenceParallelMixin, _class(name)), {})
         trainer = _make(
             name, cls, folder / name, world // sp_size, sp_size=sp_size, loss_tile=16 if name != "reward" else None
@@ -178,11 +197,11 @@ def _sharded(rank, world, folder, names, sp_size, want):
         logs, weights = _figures(trainer)
         for log, truth in zip(logs, want[name][0], strict=True):
             assert log.keys() == truth.keys()
-            for key in (key for key in truth if "std" not in key):  # of each reward once for every rank of a group
+            # std: of each reward once for every rank of a group; with LoRA the reference is the same model at first
+            for key in (key for key in truth if "std" not in key and (name, key) != ("lora", "rewards/accuracies")):
                 assert log[key] == pytest.approx(truth[key], rel=1e-3, abs=2e-5), (name, key, log, truth)
         for key, p in weights.items():
             assert largest((p - want[name][1][key]).abs().flatten().tolist()) < 2e-5, (name, key)
-        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def _check(tmp_path, names, world, sp_size):
@@ -194,19 +213,49 @@ def _check(tmp_path, names, world, sp_size):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.supports("TRL's trainers", with_="SFT, DPO, GRPO; 2 ranks")
+@pytest.mark.supports("`transformers.Trainer`", with_="label smoothing, compute_loss_func")
 def test_trainers_with_other_losses_on_two_ranks(tmp_path):
     _check(tmp_path, ["smoothed", "weighted", "dpo", "grpo", "sft"], 2, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("names", [["packed", "kto"], ["reward", "rloo"]])
+@pytest.mark.supports("TRL's trainers", with_="packed SFT, KTO, RLOO, reward models; DPO with LoRA, FSDP2")
+@pytest.mark.parametrize("names", [["packed", "kto", "lora"], ["reward", "rloo", "fsdp"]])
 def test_more_trainers_on_two_ranks(tmp_path, names):
     _check(tmp_path, names, 2, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.supports("TRL's trainers", with_="dp = 2, sp = 2; sp = 4")
 @pytest.mark.parametrize(("names", "sp_size"), [(["weighted", "dpo", "rollout"], 2), (["reward", "sft", "grpo"], 4)])
 def test_four_ranks(tmp_path, names, sp_size):
     _check(tmp_path, names, 4, sp_size)
+
+
+def test_what_is_refused():
+    from types import SimpleNamespace
+
+    from megatron_tree.integrations.transformers import trl
+
+    processor = {"processing_class": SimpleNamespace(image_processor=None)}
+    for name, options, given, message in (
+        ("GRPOTrainer", {"scale_rewards": "batch"}, {}, "scale_rewards='batch' doesn't work on shards"),
+        ("GRPOTrainer", {"top_entropy_quantile": 0.2}, {}, "top_entropy_quantile=0.2"),
+        ("GRPOTrainer", {"cast_lm_head_to_fp32": True}, {}, "cast_lm_head_to_fp32=True"),
+        ("RLOOTrainer", {"normalize_advantages": True}, {}, "normalize_advantages=True"),
+        ("RLOOTrainer", {}, processor, "trains on text"),
+        ("SFTTrainer", {"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor=0.1: SFTTrainer computes it"),
+        ("SFTTrainer", {}, {"compute_loss_func": print}, "compute_loss_func=<built-in function print>"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trl.check_arguments(name, SimpleNamespace(**options), given)
+    sizes = {"per_device_train_batch_size": 4, "steps_per_generation": 1, "num_generations": 8, "eval_strategy": "no"}
+    args = SimpleNamespace(**sizes)
+    with pytest.raises(ValueError, match="steps_per_generation=4 must be a multiple of the 8 answers"):
+        trl.count_batches(args, SimpleNamespace(sp_size=2, dp_size=2))
+    args.steps_per_generation = 4
+    trl.count_batches(args, SimpleNamespace(sp_size=2, dp_size=3))
+    assert args.generation_batch_size == 48

@@ -49,8 +49,8 @@ class SequenceParallelMixin:
             `SequenceParallel.shard_batch` takes.
     Attributes: sequence_parallel: the `SequenceParallel`.
     Raises: ValueError before anything is sent, as `register_sequence_parallel`, for FSDP1, and for what needs whole
-        logits: compute_metrics, label smoothing, another loss. In the first step for a compute_loss that adds
-        something to the mixin's loss, or replaces it.
+        logits: compute_metrics, another loss. In the first step for a compute_loss that adds something to the mixin's
+        loss, or replaces it with one that `token_log_probs` has no part in.
     """
 
     def __init__(
