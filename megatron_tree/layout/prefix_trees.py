@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -72,6 +72,11 @@ class PrefixTree:
         parted = {(b.parent, b.depth) for b in self.branches}
         return [TreeRun(end - a, a, (i, end) in parted) for i, span in enumerate(spans) for a, end in span]
 
+    def to(self, device, non_blocking: bool = False) -> PrefixTree:
+        """The same tree on a device, as of a tensor."""
+        tensors = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **{name: x.to(device, non_blocking=non_blocking) for name, x in tensors.items()})
+
     def rows_of(self, x: Tensor) -> Tensor:
         """[n, s, ...] of the rows from x [1, t, ...] of the packed row; 0 after a row's end. Differentiable."""
         _check_shape("x", x, self.input_ids.shape)
@@ -91,7 +96,7 @@ class PrefixTree:
         return x.new_zeros(self.input_ids.shape[1]).index_add(0, index[index >= 0], x[index >= 0])[None]
 
 
-def prefix_tree(rows: Sequence, *, weights: Sequence | None = None, min_shared: int = 1, device=None) -> PrefixTree:
+def prefix_tree(rows: Sequence, *, weights: Sequence | None = None, min_shared: int = 1) -> PrefixTree:
     """Pack rows so that the prefixes that they share are computed once. No communication.
 
     With the loss sum(weights * losses) of the packed row, loss and gradients are those of the separate rows.
@@ -102,7 +107,7 @@ def prefix_tree(rows: Sequence, *, weights: Sequence | None = None, min_shared: 
             mask. Of a row's first token it is not used. Default: 1.
         min_shared: a run of tokens between two places where rows part is stored for each of them if it is shorter: a
             place costs slices of the mask. Prefixes of at least so many tokens are shared.
-        device: of the tensors.
+    Returns: the tree, on the CPU; `to(device)` moves it.
     Raises: ValueError for no rows, empty ones, ids that are no integers, and weights of other lengths.
     """
     check_positive("min_shared", min_shared)
@@ -129,7 +134,7 @@ def prefix_tree(rows: Sequence, *, weights: Sequence | None = None, min_shared: 
     sums = torch.zeros(num_tokens).index_add(0, row_index[there], row_weights[there])
     packed = dict(input_ids=ids_of, position_ids=positions, labels=labels, weights=sums)
     tensors = {name: x[None] for name, x in packed.items()} | dict(row_index=row_index, row_weights=row_weights)
-    return PrefixTree(**{name: x.to(device) for name, x in tensors.items()}, branches=branches)
+    return PrefixTree(**tensors, branches=branches)
 
 
 def _placed(rows: list[list[int]], min_shared: int) -> tuple[tuple[Branch, ...], Tensor]:

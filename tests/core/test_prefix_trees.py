@@ -77,6 +77,7 @@ def test_weights_are_summed_and_labels_counted():
     assert by_label == {-100: 0.0, 7: 0.5, 8: 2.0, 9: 3.0}
     assert tree.row_weights.tolist() == [[0, 0.5, 2, 0], [0, 0, 3, 0], [0, 0, 0, 0]]
     x = torch.arange(6.0)[None].requires_grad_()
+    assert tree.to("meta").labels.is_meta and tree.to("cpu").branches is tree.branches
     assert torch.equal(tree.sum_of_rows(tree.row_weights), tree.weights)
     assert (tree.next_of_rows(x) != 0).sum() == 3  # those with a weight
     tree.rows_of(x).sum().backward()

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_tree import prefix_tree
 from support.ranks import largest, run_distributed
 
 pytest.importorskip("accelerate")
@@ -56,7 +57,14 @@ def _packed(samples):
     return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
 
 
-COLLATORS = {"padded": _padded, "packed": _packed}
+def _tree(samples):
+    """The rows of `_padded`."""
+    weights = [(sample["labels"] != -100).float() for sample in samples]
+    return {"prefix_tree": prefix_tree([sample["input_ids"] for sample in samples], weights=weights)}
+
+
+COLLATORS = {"padded": _padded, "packed": _packed, "tree": _tree}
+PLAIN = {"tree": "padded"}  # what a plain trainer gets instead
 
 
 def _train(trainer_class, folder, collator, batch_size, *, fsdp=None, resume=None, lora=False, args=None, **options):
@@ -92,7 +100,7 @@ def _train(trainer_class, folder, collator, batch_size, *, fsdp=None, resume=Non
 
 
 def _plain(rank, world, folder, runs):
-    return {run: _train(transformers.Trainer, folder, run[0], 2, lora=run[1]) for run in runs}
+    return {run: _train(transformers.Trainer, folder, PLAIN.get(run[0], run[0]), 2, lora=run[1]) for run in runs}
 
 
 def _sharded(rank, world, folder, cases, want):
@@ -129,7 +137,11 @@ def _compare(found, weights, want_found, want_weights):
         assert largest((p - want_weights[name]).abs().flatten().tolist()) < SAME, name
 
 
-CASES = (("padded", False, 2, None, None), ("packed", False, 2, FULL, {"dp_shard_size": 2, "cp_size": 2}))
+CASES = (
+    ("padded", False, 2, None, None),
+    ("tree", False, 2, None, None),
+    ("packed", False, 2, FULL, {"dp_shard_size": 2, "cp_size": 2}),
+)
 
 
 def _check(tmp_path, cases):
@@ -201,7 +213,9 @@ def _on_four_ranks(rank, world, folder, want):
     return _accelerated(rank, world)
 
 
-@pytest.mark.supports("`transformers.Trainer`", with_="DDP, FSDP2; dp = 2, sp = 2; padded, packed; ParallelismConfig")
+@pytest.mark.supports(
+    "`transformers.Trainer`", with_="DDP, FSDP2; dp = 2, sp = 2; padded, packed, tree; ParallelismConfig"
+)
 @pytest.mark.supports("Accelerate", with_="`Accelerator`, DDP; dp = 2, sp = 2; padded")
 @pytest.mark.timeout(600)
 def test_trainer_and_accelerate(tmp_path):

@@ -129,9 +129,9 @@ class SequenceParallelMixin:
         """Tokens with a label in the batches of a step, on all data-parallel ranks."""
         if self._of_trl is not None:
             return super()._get_num_items_in_batch(batch_samples, device)  # TRL multiplies by the number of all ranks
-        if not batch_samples or "labels" not in batch_samples[0]:
+        if not batch_samples or not {"labels", "prefix_tree"} & set(batch_samples[0]):
             return None
-        count = sum((batch["labels"][:, 1:] != -100).sum() for batch in batch_samples).to(device)
+        count = sum(map(_num_labels, batch_samples)).to(device)
         return self.accelerator.gather(count).sum() // self.sequence_parallel.sp_size
 
     def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch=None):
@@ -139,9 +139,14 @@ class SequenceParallelMixin:
         if self._of_trl is not None:
             with self._of_trl():
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        if "labels" not in inputs:
+        if not {"labels", "prefix_tree"} & set(inputs):
             raise ValueError(f"the batches have {sorted(inputs)} and no labels: choose a data_collator that makes them")
         if self.compute_loss_func is not None:
+            if "prefix_tree" in inputs:
+                raise ValueError(
+                    "compute_loss_func does not know of prefix_tree: write a compute_loss, with the rows' values "
+                    "tree.next_of_rows(self.token_log_probs(model, inputs).log_probs)"
+                )
             outputs = self.token_log_probs(model, inputs)
             labels = F.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)
             loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
@@ -184,7 +189,17 @@ class SequenceParallelMixin:
                 "predict needs logits of whole sequences, which no rank has: call evaluate(), or set "
                 "TrainingArguments(prediction_loss_only=True)"
             )
+        if "prefix_tree" in inputs:  # Trainer looks for labels
+            with torch.no_grad():
+                return self.compute_loss(model, inputs), None, None
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+
+def _num_labels(batch: dict) -> torch.Tensor:
+    """Tokens of a batch with a label; of a prefix tree their weights."""
+    if (tree := batch.get("prefix_tree")) is not None:
+        return tree.weights.sum()
+    return (batch["labels"][:, 1:] != -100).sum()
 
 
 WHOLE_LOGITS = ("compute_metrics", "preprocess_logits_for_metrics", "model_init")
