@@ -39,6 +39,7 @@ def _check(model, name, what, *, frozen=(), **tiles):
     batch = video_batch(name) if what == "video" else batches(name, model)[what][0]
     loss = model(**tree_hf.shard_batch(batch, cp_group=dist.group.WORLD)).loss
     loss.backward()
+    assert sum(float(grad.norm()) for weight, grad in grads.items() if "vis" in weight) > 1e-3, "images do not matter"
     limit, largest = FP32.get(name, 1e-6), max(float(grad.abs().max()) for grad in grads.values())
     assert loss.item() == pytest.approx(want, rel=limit), what
     for weight, parameter in model.named_parameters():
@@ -187,6 +188,10 @@ def test_what_is_refused():
     for more, message in wrong:
         with pytest.raises(ValueError, match=message):
             _shard(image_model("llava"), batch | {"pixel_values": batch["pixel_values"].float()} | more)
+    model = image_model("gemma3").train()
+    model.config.text_config.attention_dropout = 0.1
+    with pytest.raises(ValueError, match=r"attention_dropout=0.1: Gemma3ForConditionalGeneration has none on shards"):
+        _shard(model, batches("gemma3", model)["one row"][0])
     text = tiny_model("llama")
     with pytest.raises(ValueError, match=r"LlamaForCausalLM \(llama\) trains on shards of text only.* gemma3, glm4v"):
         _shard(text, batch)

@@ -82,6 +82,12 @@ def with_image_positions(model, kwargs: dict) -> dict:
         )
     if shard.image_blocks and not known.blocks:
         raise ValueError(f"batch has token_type_ids with images: {type(model).__name__} does not take them")
+    dropout = getattr(config.get_text_config(decoder=True), "attention_dropout", 0.0)
+    if shard.image_blocks and dropout and model.training:
+        raise ValueError(
+            f"attention_dropout={dropout}: {type(model).__name__} has none on shards of images whose tokens see each "
+            "other; set it to 0"
+        )
     if "pixel_values_videos" in given and not known.videos:
         raise ValueError(f"batch has pixel_values_videos: {type(model).__name__} does not train on shards of videos")
     compute = getattr(model.base_model, "compute_3d_position_ids", None)
@@ -120,6 +126,8 @@ def _features(compute: Callable, config, token: str, *args, **kwargs):
 def _images(arguments: dict, num_tokens: int) -> tuple[Tensor, Tensor] | None:
     """(rows of the pixels, tokens) of each image, int64 [n] both; None if these arguments don't tell."""
     tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+    if not tensors:
+        return None
     pixels, *others = tensors.values()
     if set(tensors) & set(GRIDS) and len(others) == 1:
         rows = others[0].prod(-1)
