@@ -39,6 +39,8 @@ def _tiles(made, text, vision, **more):
 CLIP = {"model_type": "clip_vision_model", "projection_dim": 16} | TILE_VISION
 SIGLIP = {"model_type": "siglip_vision_model", "vision_use_head": False} | TILE_VISION
 LLAMA, QWEN2 = {"model_type": "llama"} | TEXT, {"model_type": "qwen2"} | TEXT
+COHERE2 = {"model_type": "cohere2", **TEXT, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+OF_GLM = {"rope_parameters": ROPE | {"partial_rotary_factor": 1.0}}
 OF_QWEN2 = {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2, "patch_size": 4, "spatial_merge_size": 2}
 CONFIGS = {
     "qwen2_vl": lambda: _grid("Qwen2VL", {"rope_parameters": ROPE}, OF_QWEN2),
@@ -53,11 +55,20 @@ CONFIGS = {
         LINEAR | {"rope_parameters": ROPE | {"partial_rotary_factor": 1.0}},
         {"num_position_embeddings": 16},
     ),
-    "glm4v": lambda: _grid(
-        "Glm4v",
-        {"rope_parameters": ROPE | {"partial_rotary_factor": 1.0}},
-        {"image_size": 16, "initializer_range": 0.02},
+    "glm4v": lambda: _grid("Glm4v", OF_GLM, {"image_size": 16}),
+    "glm46v": lambda: _grid("Glm46V", OF_GLM, {"image_size": 16}),
+    "glm4v_moe": lambda: _grid(
+        "Glm4vMoe",
+        OF_GLM
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1},
+        {"image_size": 16},
     ),
+    "aya_vision": lambda: _tiles("AyaVision", COHERE2, SIGLIP, downsample_factor=2),
+    "cohere2_vision": lambda: _tiles(
+        "Cohere2Vision", COHERE2, SIGLIP, downsample_factor=2, alignment_intermediate_size=32
+    ),
+    "idefics3": lambda: _tiles("Idefics3", LLAMA, TILE_VISION, scale_factor=2, pad_token_id=0),
+    "vipllava": lambda: _tiles("VipLlava", LLAMA, CLIP | {"num_hidden_layers": 3}, vision_feature_layers=[-2, -1]),
     "qwen3_vl_moe": lambda: _grid(
         "Qwen3VLMoe",
         EXPERTS | {"rope_parameters": ROPE, "decoder_sparse_step": 1},
@@ -152,7 +163,7 @@ def image_rows(name, seed=3):
         elif name == "mistral3":
             more = {"pixel_values": noise(images, 3, 16, 16), "image_sizes": torch.tensor([[16, 16], [8, 16]][:images])}
             tokens = [4, 2][:images]
-        elif name == "smolvlm":
+        elif name in ("idefics3", "smolvlm"):
             more, tokens = {"pixel_values": noise(1, images, 3, 16, 16)}, [4] * images
         else:
             more, tokens = {"pixel_values": noise(images, 3, 16, 16)}, [PER_TILE[name]] * images
@@ -161,7 +172,7 @@ def image_rows(name, seed=3):
     return made
 
 
-PER_TILE = {"gemma3": 4, "internvl": 4, "llama4": 4, "llava": 16}
+PER_TILE = {"aya_vision": 4, "cohere2_vision": 4, "gemma3": 4, "internvl": 4, "llama4": 4, "llava": 16, "vipllava": 16}
 OF_PINPOINTS = {"llava_next": 52, "llava_onevision": 52}
 
 
@@ -176,7 +187,7 @@ def types_of(name, ids):
 
 
 def _together(name, rows):
-    if name == "smolvlm":  # [rows, images, ...]: those of zeros are left out
+    if name in ("idefics3", "smolvlm"):  # [rows, images, ...]: those of zeros are left out
         most = max(given["pixel_values"].shape[1] for _, given in rows)
         pixels = [given["pixel_values"] for _, given in rows]
         return {"pixel_values": torch.cat([F.pad(x, (0, 0) * 3 + (0, most - x.shape[1])) for x in pixels])}

@@ -37,8 +37,13 @@ class Images(NamedTuple):
 
 
 MODELS = {
+    "aya_vision": Images(),
+    "cohere2_vision": Images(),
     "gemma3": Images(blocks=True),
+    "glm46v": Images(),
     "glm4v": Images(),
+    "glm4v_moe": Images(),
+    "idefics3": Images(),
     "internvl": Images(),
     "llama4": Images(features="last_hidden_state"),
     "llava": Images(),
@@ -52,6 +57,7 @@ MODELS = {
     "qwen3_vl": Images(videos=True),
     "qwen3_vl_moe": Images(videos=True),
     "smolvlm": Images(),
+    "vipllava": Images(),
 }
 """By model_type: those that are tested."""
 FEATURES = {"get_image_features": "image_token_id", "get_video_features": "video_token_id"}
