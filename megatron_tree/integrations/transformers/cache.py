@@ -266,6 +266,10 @@ class TreeCache(Cache):
         self.runs.end(self._batch())
         for row in self.rows:
             held = self.store.book.rows[row]
+            if held.next_positions is not None:
+                raise ValueError(
+                    "a row with images has positions that files don't keep: run it again instead of saving it"
+                )
             if held.note is not None and held.note.kind != self.rope.kind(held.length):
                 raise ValueError(
                     f"a row was cropped to {held.length} tokens, which are in the cache with the rotary embedding of "
