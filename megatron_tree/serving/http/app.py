@@ -86,9 +86,9 @@ def create_app(service: Service) -> FastAPI:
     @app.post(responses_request.PATH)
     async def responses(body: ResponseRequest, request: Request) -> Response:
         _check_model(service, body.model)
-        prompts = [await service.prompts.of_chat(body)]
-        options = {"tools": _tool_text(body), "asked": body.asked}
-        return await _answer(service, request, body, prompts, ResponseForm, **options)
+        prompt, images = await service.prompts.of_chat(body)
+        options = {"images": images, "tools": _tool_text(body), "asked": body.asked}
+        return await _answer(service, request, body, [prompt], ResponseForm, **options)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
