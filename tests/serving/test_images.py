@@ -95,6 +95,11 @@ def test_answers_about_images_are_those_of_plain_transformers(folder, server):
     answer = client.chat.completions.create(messages=[{"role": "user", "content": content}], **asked)
     assert answer.choices[0].message.content == _wanted(folder, "[user]<image>what?<image>[assistant]", files)
     assert answer.usage.prompt_tokens == len("[user]what?[assistant]") + 2 * 16
+    parts = [{"type": "input_image", "image_url": _part(files[0])["image_url"]["url"]}]
+    parts += [{"type": "input_text", "text": "what?"}]
+    asked_too = {"model": "tiny", "max_output_tokens": 6, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    answer = client.responses.create(input=[{"role": "user", "content": parts}], **asked_too)
+    assert answer.output_text == _wanted(folder, "[user]<image>what?[assistant]", files[:1])
     texts = client.chat.completions.create(messages=[{"role": "user", "content": [PART]}], **asked)
     assert texts.usage.prompt_tokens == len("[user]what?[assistant]")
 

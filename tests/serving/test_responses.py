@@ -141,8 +141,10 @@ def test_what_is_not_supported_is_named(respond, server):
         ({"asked": [{"type": "reasoning", "id": "r", "summary": []}]}, "input: .0.: items of the type 'reasoning'"),
         (
             {"asked": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "'input_image' are not",
+            "input: image_url: this model reads text only",
         ),
+        ({"asked": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}, "'input_file' are not"),
+        ({"asked": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]}, "input: .0..content"),
         ({"asked": [{"role": "judge", "content": "x"}]}, "input: .0..role"),
         ({"asked": []}, "input: "),
     ):

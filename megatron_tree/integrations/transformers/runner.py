@@ -122,7 +122,7 @@ class Runner(RowRunner):
             if group_size(self.token_group) > 1:
                 of_all = hashlib.sha256(tokens.cpu().numpy().tobytes())
                 for x in inputs.values():
-                    of_all.update(x.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+                    of_all.update(x.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
                 values["digest of tokens and images"] = of_all.hexdigest()[:16]
             call.agree(num_tokens=len(tokens), **values)
         return embed_prompt(self.model, tokens.to(self.device), inputs)
