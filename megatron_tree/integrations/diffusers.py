@@ -167,6 +167,7 @@ def _with_key_bias(query: Tensor, key: Tensor, mask: Tensor, scale: float) -> tu
     return tuple(torch.cat(pair, -1) for pair in zip((query, key), features))
 
 
+@comm.outside_graphs
 def _join(group, plan, module: nn.Module, inputs, output):
     """The forward hook of a module whose outputs are joined to the whole sequence, each along its plan's dim."""
     if isinstance(output, Tensor):
