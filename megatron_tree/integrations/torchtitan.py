@@ -76,20 +76,20 @@ class Documents:
 
 
 def with_tree_attention(spec: ModelSpec, *, tree_config: TreeConfig | None = None) -> ModelSpec:
-    """The same model with tree attention in the place of flex or varlen attention, with or without context parallelism.
+    """The same model with tree attention in the place of flex or varlen attention.
 
     Raises: ValueError for a model whose mask is not TorchTitan's mask of documents (windows, sinks), and, when it is
         parallelized, for another spmd_backend than "partial_dtensor" or another load balancer than "headtail" or None.
     """
     model = copy.deepcopy(spec.model)
     for layer in model.layers:
+        if layer.attention is None:
+            continue
         inner = getattr(layer.attention, "inner_attention", None)
-        if layer.attention is not None and not isinstance(inner, (FlexAttention.Config, VarlenAttention.Config)):
-            raise ValueError(
-                f"{spec.name}: a layer has {type(inner).__qualname__} where flex or varlen attention was expected"
-            )
-        if layer.attention is not None:
-            layer.attention.inner_attention = TreeAttention.Config(tree_config=tree_config)
+        plain = isinstance(inner, (FlexAttention.Config, VarlenAttention.Config))
+        if not plain or getattr(inner, "window_size", (-1, 0)) != (-1, 0):
+            raise ValueError(f"{spec.name}: a layer's inner attention is {inner}, not causal flex or varlen attention")
+        layer.attention.inner_attention = TreeAttention.Config(tree_config=tree_config)
 
     def parallelize(model: nn.Module, *, parallel_dims, parallelism, **others):
         if type(model).get_attention_masks is not Decoder.get_attention_masks:
@@ -107,6 +107,8 @@ def with_tree_attention(spec: ModelSpec, *, tree_config: TreeConfig | None = Non
                 module.cp_group, module.layout = group, layout
 
         def find_documents(model, args, kwargs):
+            if kwargs.get("positions") is None:
+                raise ValueError("positions is missing: tree attention finds the documents in it; pass it by its name")
             documents = Documents(unshard_sequence(kwargs["positions"], group, 1, layout))
             return args, {**kwargs, "attention_masks": documents}
 

@@ -16,7 +16,9 @@ from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims, parallel_dims
 from torchtitan.distributed.context_parallel import prepare_context_parallel_input
 from torchtitan.distributed.utils import set_spmd_backend
+from torchtitan.models import gpt_oss
 from torchtitan.models.common.attention import get_causal_mask_mod, get_document_mask_mod
+from torchtitan.models.gpt_oss.model import GptOssModel
 from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
@@ -106,6 +108,14 @@ def _parallel(parallelism, world):
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     return model, dims
+
+
+def test_models_with_windows_and_other_masks_are_refused():
+    with pytest.raises(ValueError, match=r"gpt_oss: a layer's inner attention is .*window_size=\(127, 0\)"):
+        with_tree_attention(gpt_oss.model_registry("debugmodel"))
+    model = GptOssModel.__new__(GptOssModel)
+    with pytest.raises(ValueError, match="GptOssModel makes its own masks"):
+        with_tree_attention(_spec()).parallelize_fn(model, parallel_dims=None, parallelism=None)
 
 
 def test_packed_documents_over_two_ranks_give_what_one_rank_gives():
