@@ -113,11 +113,6 @@ def train_on_shards(
             f"attention_dropout={text.attention_dropout}: {type(model).__name__} runs every layer several times, which "
             "would get the same mask each time; set it to 0"
         )
-    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
-        raise ValueError(
-            f"{type(model).__name__} counts positions from its padding token's number, not from 0, and over the tokens "
-            "of a batch: it can't be trained on shards"
-        )
     model.set_attn_implementation(_of_text(model.config))
     if getattr(model, "trains_on_shards", False):
         return []
@@ -126,6 +121,9 @@ def train_on_shards(
     model.loss_on_shards = functools.partial(loss_over_all_ranks, plain_loss=model.loss_function)
     model.loss_function = model.loss_on_shards
     model.trains_on_shards, model.tiled_loss = windows | run_on_shards(model, mixers), tiled
+    for module in model.modules():
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            module.register_forward_pre_hook(_count_from_padding, with_kwargs=True)
     follow_whole_rows(model)
     index_on_ranks(model.config)
     model.register_forward_pre_hook(outside_graphs(_begin_call), with_kwargs=True)
@@ -160,6 +158,13 @@ def _begin_call(model, args, kwargs) -> tuple | None:
     if model.tiled_loss is not None and kwargs.get("labels") is not None:
         model.tiled_loss.begin(kwargs["labels"].numel(), getattr(shard.token_values, "tile", None))
     return args, kwargs
+
+
+def _count_from_padding(embeddings, args, kwargs) -> tuple | None:
+    """These embeddings, RoBERTa's, give the first token the number after their padding token's."""
+    if current_shard.get() is None:
+        return None
+    return args, kwargs | {"position_ids": kwargs["position_ids"] + embeddings.padding_idx + 1}
 
 
 def _end_call(model, args, output):
