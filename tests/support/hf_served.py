@@ -53,19 +53,14 @@ def check_served(model, *, pads: bool = True):
         assert_logits(model(ids, use_cache=False).logits[0], alone[0], "no cache")
 
 
-def check_rows(model, folder, page_size=2):
-    """Rows of a runner on the default group: run together, copied, cropped, saved and loaded."""
-
-    def new_cache():
-        return tree_hf.TreeCache(model.config, cp_group=dist.group.WORLD, page_size=page_size)
-
-    texts = [prompt(1, length, seed=length)[0] for length in (3, 29, 12)]
+def begin_rows(model, lengths, new_cache, chunk_size):
+    """(A runner, its rows, a copy of the second one, their texts, check): rows are prefilled together, and run two
+    tokens on. check(logits, row, position, what): they are the plain model's for the text twice in a row."""
+    texts = [prompt(1, length, seed=length)[0] for length in lengths]
     with torch.no_grad():
         want = [model(torch.cat((text, text[:4]))[None]).logits[0] for text in texts]
-    fingerprint = model_fingerprint(model)
     model.set_attn_implementation("tree")
-    cache = new_cache()
-    runner = tree_hf.Runner(model, cache, chunk_size=8)
+    runner = tree_hf.Runner(model, new_cache(), chunk_size=chunk_size)
 
     def check(logits, row, position, what):
         assert_logits(logits, want[row][position], what)
@@ -77,12 +72,23 @@ def check_rows(model, folder, page_size=2):
     logits = runner.step(rows, torch.stack([text[:2] for text in texts]))  # rows of different lengths
     for i, text in enumerate(texts):
         check(logits[i], i, slice(len(text), len(text) + 2), "step")
-    copy = runner.fork(rows[1])
+    return runner, rows, runner.fork(rows[1]), texts, check
+
+
+def check_rows(model, folder, page_size=2):
+    """Rows of a runner on the default group: run together, copied, cropped, saved and loaded."""
+
+    def new_cache():
+        return tree_hf.TreeCache(model.config, cp_group=dist.group.WORLD, page_size=page_size)
+
+    fingerprint = model_fingerprint(model)
+    runner, rows, copy, texts, check = begin_rows(model, (3, 29, 12), new_cache, 8)
     for row in (rows[1], copy):
         check(runner.step([row], texts[1][2:3, None])[0, 0], 1, 31, "a row and its copy")
     runner.crop(rows[1], 27)  # in the middle of a page
     check(runner.step([rows[1]], texts[1][27:][None])[0], 1, slice(27, 29), "cropped")
     check(runner.step([copy], texts[1][3:4, None])[0, 0], 1, 32, "the copy of a row that was cropped")
+    cache = runner.cache
     cache.rows = [copy, rows[2]]
     held = [torch.cat((texts[1], texts[1][:4])), torch.cat((texts[2], texts[2][:2]))]
     cache.save(folder, held, fingerprint=fingerprint)

@@ -1,5 +1,7 @@
 """Hybrid models: layers with a recurrent state beside attention over a sharded cache, against plain Transformers."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from megatron_tree.generation.speculation import Speculation
 from megatron_tree.integrations.transformers.baseline import cache_shape
 from support.hf_architectures import HYBRIDS, assert_logits, random_model
 from support.hf_models import hf_generate, left_padded, plain, prompt
+from support.hf_served import begin_rows
 from support.scheduling import request, serve, tokens_of
 
 NEW = 5
@@ -66,25 +69,9 @@ def test_generation(name):
 def _rows(rank, world, name, folder):
     """Rows of a runner: prefilled together, run together, copied, saved, and as they were after a failure."""
     model = random_model(name)
-    texts = [prompt(1, length, seed=length)[0] for length in (3, 9, 6)]
-    with torch.no_grad():
-        want = [model(torch.cat((text, text[:4]))[None]).logits[0] for text in texts]
     fingerprint = model_fingerprint(model)
-    model.set_attn_implementation("tree")
-    cache = _cache(model, dist.group.WORLD)
-    runner = tree_hf.Runner(model, cache, chunk_size=4)
-
-    def check(logits, row, position, what):
-        assert_logits(logits, want[row][position], what)
-
-    rows = [runner.add() for _ in texts]
-    first = runner.prefill_rows(rows, texts)
-    for i, text in enumerate(texts):
-        check(first[i], i, len(text) - 1, "prefill_rows")
-    logits = runner.step(rows, torch.stack([text[:2] for text in texts]))  # rows of different lengths
-    for i, text in enumerate(texts):
-        check(logits[i], i, slice(len(text), len(text) + 2), "step")
-    copy = runner.fork(rows[1])
+    new_cache = functools.partial(_cache, model, dist.group.WORLD)
+    runner, rows, copy, texts, check = begin_rows(model, (3, 9, 6), new_cache, 4)
     failing = next(layer for layer in reversed(model.model.layers))
     hook = failing.register_forward_pre_hook(lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -105,6 +92,7 @@ def _rows(rank, world, name, folder):
     check(logits[0, 0], 0, 0, "a new row beside an old one")
     check(logits[1, 0], 0, 5, "an old row beside a new one")
 
+    cache = runner.cache
     cache.rows = [rows[1], rows[2]]
     held = [texts[1], torch.cat((texts[2], texts[2][:2]))]
     cache.save(folder, held, fingerprint=fingerprint)
