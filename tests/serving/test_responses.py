@@ -139,6 +139,7 @@ def test_what_is_not_supported_is_named(respond, server):
         ({"temperature": 9}, "temperature: must be less"),
         ({"extra_body": {"n": 2}}, "n: this is no field of /v1/responses"),
         ({"asked": [{"type": "reasoning", "id": "r", "summary": []}]}, "input: .0.: items of the type 'reasoning'"),
+        ({"asked": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input: .*image_url"),
         (
             {"asked": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input: image_url: this model reads text only",

@@ -203,7 +203,7 @@ def test_a_stream_goes_on_with_new_ranks(supervised):
 
 def test_a_request_that_ends_the_ranks_again_and_again_is_given_up(supervised):
     server = supervised([5, 5, 5])
-    with pytest.raises(openai.InternalServerError, match="failed 3 times while it was under way: CommError: rank 1"):
+    with pytest.raises(openai.InternalServerError, match="failed 3 times while it was open: CommError: rank 1"):
         server.client.completions.create(**LONG)
     until(lambda: not server.ranks.failure)
     assert server.client.completions.create(**LONG).choices[0].text

@@ -16,8 +16,8 @@ MIN_KEY_LENGTH = 8
 LINK = "MEGATRON_TREE_FRONT_END"  # of ranks that a front end starts: rank 0's file descriptor to it, others' is -1
 
 DESCRIPTION = """\
-Serve a language model over HTTP with OpenAI's API, the KV cache of every request spread over all ranks. Rank 0 answers
-/v1/chat/completions, /v1/completions, /v1/models and /health; docs/serving.md explains limits and security.
+Serve a language model over HTTP with OpenAI's API, the KV cache of every request spread over all ranks. It answers
+/v1/chat/completions, /v1/responses, /v1/completions and /v1/models; docs/serving.md explains limits and security.
 """
 EXAMPLES = """\
 examples:

@@ -243,7 +243,7 @@ class Ranks:
                     del self._open[number]
                     request.taken.set_exception(Restarting(self.failure))
                 elif request.resumed >= MAX_RESUMED:
-                    text = f"the ranks failed {MAX_RESUMED + 1} times while it was under way: {self.failure}"
+                    text = f"the ranks failed {MAX_RESUMED + 1} times while it was open: {self.failure}"
                     self._drop(number, request, "error", text)
 
     # --- messages ---

@@ -150,11 +150,11 @@ def _content(i: int, content: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in ("input_text", "output_text"):
             parts.append({"type": "text", "text": part.get("text")})
-        elif kind == "input_image":
-            image = {name: x for name, x in part.items() if name != "type"}
-            parts.append({"type": "image_url", "image_url": image | {"url": image.pop("image_url", None)}})
         elif kind == "refusal":
             parts.append({"type": "refusal", "refusal": part.get("refusal")})
+        elif kind == "input_image":
+            url = {name: part.get(field) for name, field in (("url", "image_url"), ("detail", "detail"))}
+            parts.append({"type": "image_url", "image_url": url})
         else:
             raise refused("input", f"[{i}]: parts of the type {kind!r} are not supported: only texts and images are")
     return parts
