@@ -121,8 +121,7 @@ def _make(name, trainer, folder, ranks, **more):
         online["per_device_train_batch_size"], options["rollout_func"] = 16 // ranks, _rollout
     model = _model()
     if name == "rloo":  # TRL loads the reference from where the model came from
-        _model(seed=2).save_pretrained(folder / "reference")
-        model.config._name_or_path = str(folder / "reference")
+        model.config._name_or_path = str(folder.parent / "reference")
     args = config(kind, **online)
     return trainer(model=model, reward_funcs=_reward, args=args, train_dataset=data, **options)
 
@@ -205,6 +204,7 @@ def _sharded(rank, world, folder, names, sp_size, want):
 
 
 def _check(tmp_path, names, world, sp_size):
+    _model(seed=2).save_pretrained(tmp_path / "reference")
     (want,) = run_distributed(_plain, 1, tmp_path / "plain", names, timeout=250, env=ADDRESS, fresh=True)
     for name in names:
         norms = [log["grad_norm"] for log in want[name][0] if "grad_norm" in log]
