@@ -159,6 +159,11 @@ def _preempted(rank, world):
         assert scheduler.preemptions and [tokens_of(found) for found in events] == [want, want]
 
 
+@pytest.mark.refuses("`gemma3` with images, weights='sharded'", when="Runner.embed: their tokens see each other")
+def test_images_whose_tokens_see_each_other_want_whole_weights():
+    run_distributed(_sharded, 2, "gemma3")
+
+
 @pytest.mark.slow
 def test_an_answer_that_lost_its_row_embeds_its_images_again():
     run_distributed(_preempted, 2)
@@ -169,6 +174,12 @@ def _sharded(rank, world, name):
     want = _generated(model, ids, inputs)
     set_text_attention(model, "tree")
     layout = plan_layout(model, world, rank)
+    if name == "gemma3":
+        cache = tree_hf.TreeCache(model.config, cp_group=dist.group.WORLD, head_shares=layout.heads.shares)
+        runner = tree_hf.Runner(model, cache, token_group=dist.group.WORLD)
+        with pytest.raises(ValueError, match="images can't be run with weights='sharded'"):
+            runner.embed(ids[0], inputs)
+        return
     whole = [n for n, _ in model.named_parameters() if n not in layout.pieces and n not in layout.of_first_rank]
     assert any("vis" in n for n in whole) and not any("language_model" in n and "norm" not in n for n in whole)
     group = comm.neighbours(dist.group.WORLD, layout.heads.size, timeout_s=60.0)

@@ -134,6 +134,8 @@ class Runner(RowRunner):
             return "cuda_graphs=True"
         if self.cache.rope is not None:
             return "a rotary embedding that depends on lengths"
+        if self.joins_images and self.head_shares is not None:
+            return "weights='sharded', where their tokens see each other"
         model_type = self.model.config.get_text_config(decoder=True).model_type
         return "n-grams of tokens and blocks of keys (Qwen4-Exp)" if model_type in POOLED else None
 
