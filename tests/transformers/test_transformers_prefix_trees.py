@@ -21,7 +21,6 @@ from support.prefix_trees import grown
 from support.rounding import assert_near
 from transformers import AutoModelForCausalLM
 
-OWN_POSITIONS = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")
 WITH = "rows that share prefixes (prefix_tree)"
 FAMILIES = ("llama", "qwen2", "gpt2", "llama4_text")  # windows; learned positions; chunks and temperatures
 
@@ -125,7 +124,7 @@ def test_losses_and_gradients_over_ranks(world):
 def _cases():
     """Architectures of causal language models that train on shards, but those above."""
     for name in SERVED:
-        if name not in OWN_POSITIONS and name not in FAMILIES:
+        if name not in FAMILIES:
             marks = [
                 pytest.mark.supports(f"`{name}`", with_=WITH),
                 pytest.mark.slow,
