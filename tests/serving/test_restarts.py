@@ -19,7 +19,7 @@ import transformers
 from megatron_tree.errors import CommError
 from megatron_tree.generation.requests import Request
 from megatron_tree.generation.scheduler import Scheduler
-from megatron_tree.serving.http import link, ranks
+from megatron_tree.serving.http import link, ranks, wire
 from megatron_tree.serving.http.app import Service
 from megatron_tree.serving.http.arguments import LINK, build_parser, check_arguments
 from megatron_tree.serving.http.frontend import Frontend
@@ -131,8 +131,8 @@ class ThreadRank:
 class Supervised:
     """`run_apart` over a rank that is a thread."""
 
-    def __init__(self, restarts):
-        self.ranks = Ranks(["rank"], size=1, restarts=restarts, wait_s=60, max_rows=2, max_waiting=4)
+    def __init__(self, restarts, wait_s):
+        self.ranks = Ranks(["rank"], size=1, restarts=restarts, wait_s=wait_s, max_rows=2, max_waiting=4)
         self.ranks.start()
         until(lambda: self.ranks.run_once() and self.ranks.limits)
         self.service = Service(
@@ -170,9 +170,9 @@ def supervised(monkeypatch):
     monkeypatch.setattr(link, "leave", lambda status: None)
     ThreadRank.model = byte_model()
 
-    def make(fail_after, restarts=3):
+    def make(fail_after, restarts=3, wait_s=60):
         ThreadRank.fail_after = fail_after
-        made.append(Supervised(restarts))
+        made.append(Supervised(restarts, wait_s))
         return made[-1]
 
     yield make
@@ -249,6 +249,16 @@ def test_a_client_that_leaves_meanwhile_is_forgotten(supervised, monkeypatch):
     until(lambda: any(request.cancelled for request in server.ranks._open.values()))
     hold.set()
     until(lambda: server.ranks.load == (0, 0))
+
+
+def test_a_rank_that_says_nothing_counts_as_lost(supervised, monkeypatch, caplog):
+    monkeypatch.setattr(wire, "LOAD_S", 100.0)
+    monkeypatch.setattr(ranks, "LAST_WORDS_S", 0.1)
+    server = supervised([], restarts=50, wait_s=1.0)
+    until(lambda: server.ranks.restarts)
+    monkeypatch.setattr(wire, "LOAD_S", 0.1)
+    assert "(restart 1): rank 0 has said nothing for 1 s" in caplog.text
+    assert server.client.with_options(max_retries=9).completions.create(**COMPLETION).choices[0].text
 
 
 def test_options(monkeypatch):

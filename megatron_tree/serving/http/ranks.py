@@ -105,6 +105,7 @@ class Ranks:
         self._ready = self._over = False
         self._grace: float | None = None
         self._processes: list[subprocess.Popen] = []
+        self._outbox, self._connection = queue.SimpleQueue(), None
         self._took_s = 0.0  # the last start
 
     # --- what a scheduler has ---
@@ -198,7 +199,8 @@ class Ranks:
         for process in self._processes:
             process.kill()
             process.wait()
-        self._connection.close()
+        if self._connection is not None:
+            self._connection.close()
         self._processes, self._store = [], None
 
     def _after_end(self, why: str) -> None:
