@@ -123,13 +123,9 @@ def test_losses_and_gradients_over_ranks(world):
 
 def _cases():
     """Architectures of causal language models that train on shards, but those above."""
-    for name in SERVED:
-        if name not in FAMILIES:
-            marks = [
-                pytest.mark.supports(f"`{name}`", with_=WITH),
-                pytest.mark.slow,
-            ]
-            yield pytest.param(name, marks=marks)
+    names = [name for name in SERVED if name not in FAMILIES]
+    supports = [pytest.mark.supports(f"`{name}`", with_=WITH) for name in names]
+    return [pytest.param(name, marks=[mark, pytest.mark.slow]) for name, mark in zip(names, supports, strict=True)]
 
 
 @pytest.mark.parametrize("name", _cases())
@@ -194,6 +190,17 @@ def test_models_that_take_no_tree(family, message):
     shard = tree_hf.shard_batch({"prefix_tree": prefix_tree([[5, 6, 7], [5] * 40])}, cp_group=None)
     with pytest.raises(ValueError, match=message):
         model(**shard)
+
+
+def test_the_mean_loss_does_not_depend_on_the_weights_scale():
+    model = tiny_model("llama")
+    tree_hf.train_on_shards(model)
+    (rows, weights), losses = _rows(0), []
+    for scale in (1, 1e-3):
+        scaled = [[scale * w for w in given] for given in weights]
+        shard = tree_hf.shard_batch({"prefix_tree": prefix_tree(rows, weights=scaled)}, cp_group=None)
+        losses.append(model(**shard).loss)
+    assert_near(losses[1], losses[0], length=100)
 
 
 def test_a_batch_is_the_tree_alone():

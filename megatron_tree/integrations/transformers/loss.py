@@ -27,7 +27,7 @@ class _MeanOverRanks(torch.autograd.Function):
         sums = torch.stack((total.double(), count.double()))
         total_of_all, counted = all_reduce(sums, group, timeout_s=timeout_s)
         count_of_all = counted if count_of_all is None else torch.as_tensor(count_of_all, device=total.device)
-        count_of_all = count_of_all.clamp(min=1)
+        count_of_all = torch.where(count_of_all != 0, count_of_all, 1)  # weights may add up to less than 1
         return (total_of_all / count_of_all).to(total.dtype), (group_size(group) / count_of_all).to(total.dtype)
 
     @staticmethod

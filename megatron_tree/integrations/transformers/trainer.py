@@ -132,7 +132,8 @@ class SequenceParallelMixin:
         if not batch_samples or not {"labels", "prefix_tree"} & set(batch_samples[0]):
             return None
         count = sum(map(_num_labels, batch_samples)).to(device)
-        return self.accelerator.gather(count).sum() // self.sequence_parallel.sp_size
+        total, sp_size = self.accelerator.gather(count).sum(), self.sequence_parallel.sp_size
+        return total / sp_size if total.is_floating_point() else total // sp_size
 
     def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch=None):
         """The loss of a batch that is equal on the ranks of a sequence group: the mean over all ranks' tokens."""
