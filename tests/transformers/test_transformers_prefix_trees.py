@@ -38,7 +38,9 @@ def _model(family):
         return tiny_model(family).double().eval()
     torch.manual_seed(1)
     config = tiny_config(family)
-    config.attention_chunk_size = 5
+    config.attention_chunk_size, config.floor_scale, config.attn_scale = 5, 3, 0.5
+    config.no_rope_layers = [1, 0, 1]  # the second sees all tokens, with a temperature by position
+    config.layer_types = ["chunked_attention", "full_attention", "chunked_attention"]
     return AutoModelForCausalLM.from_config(config).double().eval()
 
 
