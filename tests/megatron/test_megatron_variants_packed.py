@@ -296,8 +296,7 @@ def test_documents_over_data_and_context_ranks(cp):
     check(4, cases, run=dispatched, reference=alone, run_reference=each_alone)
 
 
-@pytest.mark.parametrize("cp", [1, 2])
-@pytest.mark.parametrize("pattern", ["M*-M", "G*"])
+@pytest.mark.parametrize(("pattern", "cp"), [("M*-M", 2), ("G*", 1)])
 def test_recurrent_layers_over_data_and_context_ranks(pattern, cp):
     reference = dict(reference=alone, run_reference=functools.partial(_hybrid, run=each_alone, pattern=pattern))
     check(4, [DYNAMIC(cp=cp)], run=functools.partial(_hybrid, run=dispatched, pattern=pattern), **reference)
