@@ -70,7 +70,8 @@ def _names(folder):
     rows = [{name: x[0] for name, x in batch.items()} for batch in _batches()]
     pairs = [{"prompt": "what is it", "chosen": f"number {i}", "rejected": "no"} for i in range(8)]
     return {
-        "dist": _Dist(), "torch": torch, "batches": _batches, "folder": str(folder), "model": _model(), "reference": _model(),
+        "dist": _Dist(), "torch": torch, "batches": _batches, "folder": str(folder),
+        "model": _model(), "reference": _model(),
         "DistributedDataParallel": DistributedDataParallel, "init_device_mesh": init_device_mesh,
         "fully_shard": fully_shard, "register_sequence_parallel": register_sequence_parallel,
         "TrainingArguments": transformers.TrainingArguments, "data": rows, "Accelerator": Accelerator,
