@@ -72,6 +72,7 @@ class Runner(RowRunner):
             config=cache.tree_config,
             cuda_graphs=cuda_graphs,
         )
+        self.image_tokens = image_tokens(model.config)
         self._embedded: EmbeddedPrompt | None = None  # of the row that is prefilled
         follow_whole_rows(model)
         cache.runs.follow(model)
@@ -79,10 +80,6 @@ class Runner(RowRunner):
     @property
     def has_states(self) -> bool:
         return self.cache.runs.has_states
-
-    @property
-    def image_tokens(self) -> tuple[int, ...]:
-        return image_tokens(self.model.config)
 
     @property
     def joins_images(self) -> bool:
@@ -222,6 +219,8 @@ class Runner(RowRunner):
 
     def _text_positions(self, forward, slots: Tensor) -> Tensor:
         """int64, the positions of text at `slots`: further on behind images."""
+        if not self.image_tokens or self._graphs is not None:
+            return slots
         after = [self._book.rows[row].next_positions for row in forward.append.rows]
         if all(x is None for x in after):
             return slots
