@@ -85,7 +85,7 @@ def _cases():
             yield pytest.param(name, world, marks=marks + slow, id=f"{name}-{world}")
 
 
-@pytest.mark.parametrize(("name", "world"), _cases())
+@pytest.mark.parametrize(("name", "world"), [*_cases()])
 def test_images(name, world):
     run_distributed(_served, world, name)
 

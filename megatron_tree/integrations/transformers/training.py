@@ -28,7 +28,7 @@ from ...comm import outside_graphs
 from .architectures import CHUNKED, attention_windows
 from .batch_shards import SequenceShard, current_shard
 from .cache import TreeCache
-from .images import attend_to_images, share_images, with_image_positions
+from .image_training import attend_to_images, share_images, with_image_positions
 from .indexed import index_on_ranks
 from .llama4 import chunk_size, has_temperature, layout_in_chunks, with_temperature
 from .loss import check_loss, loss_over_all_ranks
