@@ -79,7 +79,7 @@ def _rows_come_and_go(it, steps):
 
 
 @pytest.mark.parametrize(
-    "name", [*(name for name in CASES if name != "triton"), pytest.param("triton", marks=pytest.mark.slow)]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("triton", "one KV head"))) for name in CASES]
 )
 def test_replayed_steps_are_ordinary_steps(name):
     Tape.begin()

@@ -151,7 +151,7 @@ def test_tokens_and_bytes(name, world):
 @pytest.mark.parametrize(
     ("name", "changes", "world"),
     [
-        pytest.param(name, changes, world, marks=() if (i, world) == (0, 3) else pytest.mark.slow)
+        pytest.param(name, changes, world, marks=() if (i, world) == (0, 3) and name in FAST else pytest.mark.slow)
         for name, cases in UNEVEN.items()
         for i, changes in enumerate(cases)
         for world in (3, 4)

@@ -71,7 +71,7 @@ def test_blocks_cover_every_visible_pair_once(raw_q, raw_k, options):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("mask", SPECS)
+@pytest.mark.parametrize("mask", [pytest.param(mask, marks=[pytest.mark.slow] * (mask == "full")) for mask in SPECS])
 def test_partials_merge_to_the_whole(mask, backend):
     """Every (query share, KV share) pair on its own; forward merges and gradients add up to the dense result."""
     if mask == "softcap" and backend == "aten":

@@ -31,15 +31,20 @@ def _training(rank, world, name):
     check_trained_batches(lambda: _long_lived(name))
 
 
-def _marks(name):
+def _marks(name, world):
     with_ = "training on shards; 2 and 4 ranks; zigzag, packed, padded, recomputed"
     supports = pytest.mark.supports(f"`{name}`", with_=with_)
-    return [supports] if name in FAST else [supports, pytest.mark.slow]
+    fast = name in FAST and (world == 2 or name == FAST[0])
+    return [supports] if fast else [supports, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=_marks(name), id=name) for name in (*HYBRIDS, *POOLED, *STATE_SPACE)]
+    ("name", "world"),
+    [
+        pytest.param(name, world, marks=_marks(name, world), id=f"{name}-{world}")
+        for name in (*HYBRIDS, *POOLED, *STATE_SPACE)
+        for world in (2, 4)
+    ],
 )
 def test_training(name, world):
     run_distributed(_training, world, name)
