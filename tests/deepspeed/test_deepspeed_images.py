@@ -12,7 +12,7 @@ import transformers
 from support.deepspeed_cases import parameters
 from support.hf_images import batches, image_model
 
-STEPS, SAME = 4, 1e-6
+STEPS, SAME = 4, 1e-6  # of losses; weights have four steps of SGD, whose gradients are sums over all tokens
 ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # Accelerate asks for them, nothing listens there
 
 
@@ -42,7 +42,7 @@ def _plain(name):
 def _compare(losses, weights, want):
     assert losses == pytest.approx(want[0], rel=SAME)
     for name, truth in want[1].items():
-        assert (weights[name] - truth).abs().max() <= SAME * truth.abs().max().clamp(min=1.0), name
+        assert (weights[name] - truth).abs().max() <= 4 * SAME * truth.abs().max().clamp(min=1.0), name
 
 
 def _zero3(rank, world, name):
