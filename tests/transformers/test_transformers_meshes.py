@@ -12,7 +12,7 @@ from support.ranks import largest, run_distributed
 pytest.importorskip("transformers")
 
 NAMES = {1: ("sp",), 2: ("dp", "sp"), 3: ("dp_replicate", "dp_shard", "cp")}
-SAME = 1e-6  # weights that AdamW has moved by up to 4e-3
+SAME = 4e-6  # weights that AdamW has moved by up to 4e-3; 3e-7 where it was measured
 TINY_STEPS = 4
 
 
