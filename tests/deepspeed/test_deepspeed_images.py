@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from support.ranks import run_distributed
+from support.trainers import ADDRESS
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("transformers")
@@ -13,7 +14,6 @@ from support.deepspeed_cases import parameters
 from support.hf_images import batches, image_model
 
 STEPS, SAME = 4, 1e-6  # of losses; weights have four steps of SGD, whose gradients are sums over all tokens
-ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # Accelerate asks for them, nothing listens there
 
 
 def _sgd(model):

@@ -6,28 +6,20 @@ import pytest
 import torch
 
 from support.ranks import largest, run_distributed
+from support.trainers import ADDRESS, ARGUMENTS
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
 STEPS = 4
-ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # Accelerate asks for them, nothing listens there
 LENGTH = 41  # no multiple of twice the ranks
-ARGUMENTS = {
+OPTIONS = ARGUMENTS | {
     "max_steps": STEPS,
     "gradient_accumulation_steps": 2,
     "learning_rate": 1e-2,
-    "logging_steps": 1,
     "eval_strategy": "steps",
     "eval_steps": 2,  # and on with training
-    "save_strategy": "no",
-    "report_to": [],
-    "use_cpu": True,
-    "disable_tqdm": True,
-    "seed": 3,
-    "optim": "adamw_torch",
-    "adam_epsilon": 1e-5,
 }
 
 
@@ -48,7 +40,7 @@ def _text():
 def _run(trainer_class, batch_size, folder, **options):
     """([loss of each step], [gradient norm of each step], losses of the evaluations, weights)."""
     deepspeed_config = options.pop("deepspeed", None)
-    arguments = ARGUMENTS | options.pop("arguments", {})
+    arguments = OPTIONS | options.pop("arguments", {})
     sizes = {"per_device_train_batch_size": batch_size, "per_device_eval_batch_size": batch_size}
     model, data = _model(), _text()  # first: after the arguments, ZeRO 3 would split its weights as they are made
     args = transformers.TrainingArguments(str(folder), deepspeed=deepspeed_config, **sizes, **arguments)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from support.ranks import largest, run_distributed
+from support.trainers import OFFLINE
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -16,7 +17,6 @@ pytest.importorskip("trl", reason="TRL is an optional package")
 
 PAGE = Path(__file__).parents[2] / "docs" / "training-elsewhere.md"
 LOOPS, TRAINERS = ("DDP", "FSDP2", "Accelerate"), ("Transformers' Trainer", "TRL")
-ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
 SAME = 1e-3  # of the distance that AdamW has moved the weights; it enlarges the rounding of tiny gradients
 
 
@@ -129,7 +129,7 @@ def _run(rank, world, folder):
 
 
 def test_blocks_of_the_page(tmp_path):
-    cases = run_distributed(_run, 2, tmp_path, env=ADDRESS, fresh=True, timeout=250)
+    cases = run_distributed(_run, 2, tmp_path, env=OFFLINE, fresh=True, timeout=250)
     for errors, moved, sums in cases:
         assert set(errors) == {*LOOPS, "a loss"} and largest(errors.values()) < SAME, errors
         assert all(x > 0 for x in moved.values()), moved

@@ -1,9 +1,12 @@
-"""Training on shards, for every kind of batch: losses and gradients are those of one rank's plain model."""
+"""Training on shards: every kind of batch, whose losses and gradients are those of one rank's plain model; the largest
+tensor."""
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron_tree.integrations import transformers as tree_hf
 from support.hf_models import prompt
@@ -79,3 +82,17 @@ def _check_gradients(model, want, what):
             error = float((grad / world - want[name]).abs().max())
             limit = LIMIT * (float(want[name].abs().max()) + 0.01 * largest)  # sums that cancel out are of no size
             assert error <= limit, f"{what}: {name} {error:.1e} > {limit:.1e}"
+
+
+class LargestTensor(TorchDispatchMode):
+    """The largest number of elements of a tensor that an operation made."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
+        self.elements = max(self.elements, *sizes, 0)
+        return made

@@ -4,8 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from support.ranks import run_distributed
 
@@ -16,6 +14,7 @@ import transformers
 from megatron_tree import TreeConfig
 from megatron_tree.integrations.transformers import log_probs as module
 from support.hf_models import VOCAB, prompt, tiny_model
+from support.hf_training import LargestTensor
 from support.rounding import assert_near, error
 
 TOKENS = 21  # no multiple of twice the ranks
@@ -123,19 +122,6 @@ def test_log_probs_of_hidden_states(change):
         assert_near(x, truth, 30 * 18, dtype=torch.float64)
 
 
-class _Largest(TorchDispatchMode):
-    """The largest number of elements of a tensor that an operation made."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        self.elements = max(self.elements, *(x.numel() for x in tree_leaves(made) if isinstance(x, torch.Tensor)), 0)
-        return made
-
-
 def test_nothing_has_all_tokens_and_the_vocabulary():
     config = transformers.LlamaConfig(**tiny_model("llama").config.to_diff_dict() | {"vocab_size": 2000})
     ids, largest = prompt(2, 200), {}
@@ -144,7 +130,7 @@ def test_nothing_has_all_tokens_and_the_vocabulary():
         model = transformers.AutoModelForCausalLM.from_config(config)
         tree_hf.train_on_shards(model)
         shard = tree_hf.shard_batch({"input_ids": ids, "labels": ids}, cp_group=None)
-        with _Largest() as seen:
+        with LargestTensor() as seen:
             values = module.token_log_probs(model, shard, entropy=True, tile=tile)
             _loss(*(module.gather_tokens(x, shard) for x in values)).backward()
         largest[tile] = seen.elements

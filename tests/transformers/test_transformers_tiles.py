@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("transformers")
 
@@ -12,25 +10,12 @@ import transformers
 from megatron_tree.integrations.transformers import batch_shards, token_tiles, training
 from support.hf_architectures import random_model
 from support.hf_models import prompt, tiny_model
+from support.hf_training import LargestTensor
 from support.rounding import assert_near, rounding
 
 TILES = {"loss_tile": 7, "mlp_tile": 5}
 WHOLE = {"loss_tile": 0, "mlp_tile": 0}
 SUMS = 60 * 10  # over the tokens of a gradient, after some ten operations of a layer that round as well
-
-
-class _Largest(TorchDispatchMode):
-    """The largest number of elements of a tensor that an operation made."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        sizes = [x.numel() for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
-        self.elements = max(self.elements, *sizes, 0)
-        return made
 
 
 def _gradients(model, options, *, dtype=torch.float32, tokens=30, checkpointing=False):
@@ -99,7 +84,7 @@ def test_nothing_has_all_tokens_and_the_vocabulary(family):
     largest = {}
     for name, options in (("tiled", {"loss_tile": 64, "mlp_tile": 64}), ("whole", WHOLE)):
         torch.manual_seed(1)
-        with _Largest() as seen:
+        with LargestTensor() as seen:
             _gradients(transformers.AutoModelForCausalLM.from_config(wide), options, tokens=tokens // 2)
         largest[name] = seen.elements
     chosen = getattr(wide, "num_experts_per_tok", 1)

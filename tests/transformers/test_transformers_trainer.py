@@ -8,29 +8,20 @@ import torch
 
 from megatron_tree import prefix_tree
 from support.ranks import largest, run_distributed
+from support.trainers import ADDRESS, ARGUMENTS
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 
-ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # Accelerate asks for them, nothing listens there
 LENGTH = 41  # no multiple of twice the ranks
 SAME = 4e-6  # 3e-7 where it was measured
 FULL = "FULL_STATE_DICT"
-ARGUMENTS = {
-    "max_steps": 4,
+OPTIONS = ARGUMENTS | {
     "gradient_accumulation_steps": 2,
     "learning_rate": 1e-3,
     "max_grad_norm": 0.3,
-    "logging_steps": 1,
     "eval_strategy": "steps",
     "eval_steps": 2,  # and on with training
-    "save_strategy": "no",
-    "report_to": [],
-    "use_cpu": True,
-    "disable_tqdm": True,
-    "seed": 3,
-    "optim": "adamw_torch",
-    "adam_epsilon": 1e-5,
 }
 
 
@@ -78,7 +69,7 @@ def _train(trainer_class, folder, collator, batch_size, *, fsdp=None, resume=Non
     os.environ.pop("ACCELERATE_USE_FSDP", None)  # Accelerate sets it for a run with FSDP
     sizes = {"per_device_train_batch_size": batch_size, "per_device_eval_batch_size": batch_size}
     more = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": fsdp}} if fsdp else {}
-    args = transformers.TrainingArguments(str(folder), **ARGUMENTS | sizes | more | (args or {}))
+    args = transformers.TrainingArguments(str(folder), **OPTIONS | sizes | more | (args or {}))
     if fsdp:  # Accelerate has FSDP for ranks with devices only
         assert args.device.type == "cpu"
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU

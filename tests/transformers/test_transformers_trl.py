@@ -5,27 +5,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from support.ranks import largest, run_distributed
+from support.trainers import ARGUMENTS, OFFLINE
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("trl", reason="TRL is an optional package")
 
 STEPS = 4
-ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
-ARGUMENTS = {
-    "max_steps": STEPS,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": [],
-    "use_cpu": True,
-    "bf16": False,
-    "disable_tqdm": True,
-    "seed": 3,
-    "optim": "adamw_torch",
-    "adam_epsilon": 1e-5,
-    "gradient_checkpointing": False,
-}
+OPTIONS = ARGUMENTS | {"max_steps": STEPS, "learning_rate": 1e-2, "bf16": False, "gradient_checkpointing": False}
 SENTENCES = [
     "a sequence is cut into shards", "ranks share what they see", "one tree sums them all", "every query meets its key",
     "the gradient is a mean", "tokens of a row stay in order", "padding has no label", "loss is a number",
@@ -61,7 +48,7 @@ def _make(name, trainer, folder, ranks, **more):
     from datasets import Dataset
 
     size = {"per_device_train_batch_size": 4 // ranks, "per_device_eval_batch_size": 4 // ranks}
-    config = lambda kind, **options: getattr(trl, kind)(str(folder), **ARGUMENTS | size | options)  # noqa: E731
+    config = lambda kind, **options: getattr(trl, kind)(str(folder), **OPTIONS | size | options)  # noqa: E731
     options = {"processing_class": _tokenizer()} | more
     if name in ("smoothed", "weighted"):
         rows = [_tokenizer()(text)["input_ids"] for text in SENTENCES * 4]
@@ -71,7 +58,7 @@ def _make(name, trainer, folder, ranks, **more):
             options["compute_loss_func"] = _weighted if "sp_size" in more else _weighted_logits
         smoothing = 0.1 if name == "smoothed" else 0.0
         own = {"gradient_accumulation_steps": 2, "label_smoothing_factor": smoothing, "eval_strategy": "steps"}
-        args = transformers.TrainingArguments(str(folder), **ARGUMENTS | size | own | {"eval_steps": 2})
+        args = transformers.TrainingArguments(str(folder), **OPTIONS | size | own | {"eval_steps": 2})
         return trainer(_model(), args, collator, data, data[:8], **options)
     if name in ("sft", "packed"):
         data = Dataset.from_list([{"prompt": s[:7], "completion": s[7:]} for s in SENTENCES * 4])
@@ -205,11 +192,11 @@ def _sharded(rank, world, folder, names, sp_size, want):
 
 def _check(tmp_path, names, world, sp_size):
     _model(seed=2).save_pretrained(tmp_path / "reference")
-    (want,) = run_distributed(_plain, 1, tmp_path / "plain", names, timeout=250, env=ADDRESS, fresh=True)
+    (want,) = run_distributed(_plain, 1, tmp_path / "plain", names, timeout=250, env=OFFLINE, fresh=True)
     for name in names:
         norms = [log["grad_norm"] for log in want[name][0] if "grad_norm" in log]
         assert len(norms) == STEPS and min(norms) > 1e-3, name
-    run_distributed(_sharded, world, tmp_path, names, sp_size, want, timeout=500, env=ADDRESS, fresh=True)
+    run_distributed(_sharded, world, tmp_path, names, sp_size, want, timeout=500, env=OFFLINE, fresh=True)
 
 
 @pytest.mark.timeout(600)
