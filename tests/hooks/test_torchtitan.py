@@ -11,6 +11,7 @@ from support.ranks import run_distributed
 
 pytest.importorskip("torchtitan", reason="needs torchtitan")
 pytest.importorskip("spmd_types", reason="needs spmd_types")
+pytest.importorskip("tensorboard", reason="needs tensorboard")
 
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims, parallel_dims
