@@ -41,7 +41,7 @@ def abort(work: dist.Work) -> None:
     not begun), so that its wait would go on until the time limit. torch's C++ has a way to end it, and Python's `Work`
     hasn't: it is called here for what certainly is such a message, as the virtual table tells.
     """
-    if not (aborts := _aborts()):
+    if type(work) is not dist.Work or not (aborts := _aborts()):
         return
     cpp = ctypes.c_void_p.from_address(id(work) + object.__basicsize__).value  # pybind11: after the object's head
     table = ctypes.c_void_p.from_address(cpp).value if cpp else None
