@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...attention.functional import tree_attn_func
 from ...config import AttnSlice
+from ...generation.images import runs_of
 from ...merge import State, empty_state
 
 WITH_BLOCKS = ("gemma3_text",)
@@ -49,8 +50,7 @@ def image_mask(
 
 def blocks_of(joined: Tensor) -> list[tuple[int, int]]:
     """(first token, one past the last) of every image with two tokens or more; joined: bool [n] of one row."""
-    changes = F.pad(joined.int(), (1, 1)).diff().nonzero().flatten().tolist()
-    return [(first, last + 1) for first, last in zip(changes[::2], changes[1::2], strict=True)]
+    return [(first, last + 1) for first, last in runs_of(joined)]
 
 
 def state_ahead(mask: ImageMask, q: Tensor, k: Tensor, v: Tensor, **options) -> State:

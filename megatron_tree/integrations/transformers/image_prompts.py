@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...generation.images import outside
 from .image_blocks import ImageMask, blocks_of
 
 KNOWN = ("inputs_embeds", "position_ids", "attention_mask", "visual_pos_masks", "deepstack_visual_embeds")
@@ -51,9 +52,7 @@ class EmbeddedPrompt(NamedTuple):
         end = first + min(count, size)
         if first < self.num_tokens < end:
             end = self.num_tokens
-        for begin, stop in [] if self.joined is None else blocks_of(self.joined):
-            if begin < end < stop:
-                end = begin if begin > first else stop
+        end = outside([] if self.joined is None else blocks_of(self.joined), first, end)
         if end > first + count:
             raise ValueError(
                 f"the {count} tokens from {first} on end inside of an image whose tokens see each other, which ends at "

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ...cache.runner import CHUNK_SIZE, RowRunner
 from ...comm import collective_call, group_size
+from ...generation.images import bytes_of
 from .architectures import CHUNKED, POOLED
 from .attention import TreeCache, check_model
 from .image_blocks import WITH_BLOCKS
@@ -119,7 +120,7 @@ class Runner(RowRunner):
             if group_size(self.token_group) > 1:
                 of_all = hashlib.sha256(tokens.cpu().numpy().tobytes())
                 for x in inputs.values():
-                    of_all.update(x.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+                    of_all.update(bytes_of(x))
                 values["digest of tokens and images"] = of_all.hexdigest()[:16]
             call.agree(num_tokens=len(tokens), **values)
         return embed_prompt(self.model, tokens.to(self.device), inputs)
