@@ -93,6 +93,12 @@ class TreeConfig:
     """The topology that the planner assumes: a name (`megatron-tree plan --help` lists them), or the path of a YAML
     file, for instance of `megatron-tree calibrate`. None: the backend's default, dgx_h100 (NCCL) or ethernet (gloo)."""
 
+    tune: bool = False
+    """Where "auto" chooses and a training call is repeated, its first calls try the plans that are best on networks
+    up to ten times as fast or slow as assumed, in turns; then all ranks take the one that was fastest on the slowest
+    rank, and say so once. Results are exact in every turn; their rounding differs. Off with `deterministic`, and where
+    a schedule, a grid, ulysses_size or head_chunks is named."""
+
     memory_budget: int | None = None
     """Limit in bytes of a rank's communication buffers; schedules that need more are excluded. None: no limit."""
 
@@ -156,6 +162,7 @@ _CHOICES = {
     "check": CHECKS,
     "transport": TRANSPORTS,
     "deterministic": (False, True),
+    "tune": (False, True),
 }
 _WITHOUT_MEANING = {"ring": ("grid", "grid_backward", "head_chunks"), "cast": ("grid", "grid_backward")}
 

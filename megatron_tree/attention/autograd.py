@@ -51,7 +51,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttnCall, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of this rank's shard, differentiable. Without with_lse, lse may be None."""
-    again = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
+    again = goes_backward(q, k, v, sinks)
     if again or not has_tangents(q, k, v, sinks):
         replaced = (q, k, v) if again and call.plan.forward.ulysses_size > 1 and only_backward() else ()
         return TreeAttention.apply(q, k, v, sinks, call, with_lse, *map(Placeholder.apply, replaced))[:2]
@@ -59,6 +59,11 @@ def attention(
     inputs, tangents = zip(*((x, None) if x is None else forward_ad.unpack_dual(x) for x in (q, k, v, sinks)))
     out, lse, outt, lset, *_ = Tangent.apply(*inputs, *with_zeros(tangents, inputs), Derivatives(call, with_lse, None))
     return forward_ad.make_dual(out, outt), forward_ad.make_dual(lse, lset)
+
+
+def goes_backward(*inputs: Tensor | None) -> bool:
+    """Whether autograd will ask for gradients of any of these."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
 class TreeAttention(torch.autograd.Function):

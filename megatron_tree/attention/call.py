@@ -21,6 +21,7 @@ from ..plan import Arrangement, Mask, PassPlan, Shape, TrainingPlan, plan_traini
 from .cell import Cell, Selected, wire_dtype
 from .rows import TeamRows, VisibleRows
 from .topology import GroupTopology
+from .tuning import Tuning, Turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +38,21 @@ class AttnArgs:
     """int32 [b, s, m]: positions of the keys that this rank's queries see, if not all within the mask; -1: none."""
 
     def planned(
-        self, shape: Shape, batch: int, dtype: torch.dtype, net: GroupTopology, backend: Backend, with_lse: bool
+        self,
+        shape: Shape,
+        batch: int,
+        dtype: torch.dtype,
+        net: GroupTopology,
+        backend: Backend,
+        with_lse: bool,
+        *,
+        repeats_on: torch.device | None = None,
     ) -> AttnCall:
         """Plan the call of tensors of this shape, and of the same with tangents if backend.dual. with_lse: as in
-        `plan_training`."""
+        `plan_training`. repeats_on: the device of a call that goes backward, and may be tuned (tuning.py)."""
         config, world = self.config, self.queries.world
-        plan = plan_training(
+        plan_on = functools.partial(
+            plan_training,
             world,
             shape,
             batch=batch,
@@ -54,7 +64,6 @@ class AttnArgs:
             with_lse=with_lse,
             dual=backend.dual,
             mask=self._mask(),
-            topology=net.topology,
             placement=net.placement,
             schedule=config.schedule,
             ulysses_size=config.ulysses_size if self.selected is None else 1,
@@ -63,11 +72,23 @@ class AttnArgs:
             head_chunks=config.head_chunks,
             memory_budget=config.memory_budget,
         )
+        plan, turn = plan_on(topology=net.topology), None
         if world > 1 and comm.group_rank(self.group) == 0 and not backend.dual:
             h, h_kv, d, _ = shape
             say_once(f"attention over {world} ranks ({h} heads, {h_kv} KV heads, head_dim {d}): {plan.reason}")
+        if repeats_on is not None and self._is_tuned():
+            tuning = Tuning.of(self.group, plan, lambda topology: plan_on(topology=topology), net.topology)
+            plan, turn = tuning.next_turn(self.group, repeats_on, config.timeout_s)
         args = {name: getattr(self, name) for name in _ARGS}
-        return AttnCall(**args, plan=plan, shape=shape, batch=batch, dtype=dtype, net=net, backend=backend)
+        made = {"shape": shape, "batch": batch, "dtype": dtype, "net": net, "backend": backend}
+        return AttnCall(**args, plan=plan, turn=turn, **made)
+
+    def _is_tuned(self) -> bool:
+        """Whether the user leaves the plan to measurements."""
+        config = self.config
+        named = (config.grid, config.grid_backward, config.head_chunks, config.ulysses_size)
+        free = config.schedule == "auto" and not any(named) and self.selected is None
+        return config.tune and free and not config.deterministic and self.queries.world > 1
 
     def _mask(self) -> Mask | None:
         """What the planner needs to know of the mask, where it may hide much of the keys. A window over documents that
@@ -94,6 +115,8 @@ class AttnCall(AttnArgs):
     net: GroupTopology
     backend: Backend
     """The kernels of this call."""
+    turn: Turn | None = None
+    """Of the plan, if its passes are to be measured."""
 
     @property
     def wire_dtype(self) -> torch.dtype:

@@ -15,6 +15,7 @@ from .call import AttnCall
 from .cell import CellBackward, CellForward, Kept, LocalGrads, LocalState, sink_grads
 from .heads import head_chunks
 from .ring import RingBackward, RingForward
+from .tuning import BACKWARD, FORWARD
 
 
 def forward(
@@ -25,6 +26,12 @@ def forward(
 
     Dual tensors (duals.py; sinks [h, 2]) take the same way, if call.backend is for them.
     """
+    if call.turn is None:
+        return _forward(q, k, v, sinks, call, with_lse)
+    return call.turn.timed(FORWARD, q.device, lambda: _forward(q, k, v, sinks, call, with_lse))
+
+
+def _forward(q, k, v, sinks, call: AttnCall, with_lse: bool) -> tuple[Tensor, Tensor | None, Kept]:
     plan = call.plan.forward
     if plan.ulysses_size > 1:
         return exchanged.forward(q, k, v, sinks, call, with_lse)
@@ -48,6 +55,12 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv, fp32, and dsinks. dout [b, s, h, d_v] and delta [b, h, s] are of this rank's share; of dual tensors
     delta and kappa, [b, h, s, 2]."""
+    if call.turn is None:
+        return _backward(dout, delta, kept, sinks, call)
+    return call.turn.timed(BACKWARD, dout.device, lambda: _backward(dout, delta, kept, sinks, call))
+
+
+def _backward(dout, delta, kept: Kept, sinks, call: AttnCall) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     plan = call.plan.backward
     if plan.ulysses_size > 1:
         return exchanged.backward(dout, delta, kept, sinks, call)
