@@ -10,6 +10,7 @@ from pathlib import Path
 from ..config import MaskBounds
 from ..layout import Sharding, shard_lengths, spread_documents
 from ..units import format_bytes, format_seconds, parse_bytes, parse_count
+from .bound import least_bytes
 from .cast import Mask
 from .choice import fits
 from .model_report import print_rows, report
@@ -110,6 +111,7 @@ def run(args: argparse.Namespace) -> None:
     if args.documents is not None and (args.batch > 1 or "decode" in passes):
         raise ValueError("--documents are packed in one row, for training: leave --batch out, and select --pass")
     shape = Shape(args.heads, args.kv_heads, args.head_dim, args.head_dim).over(args.tp)
+    bound = _bound(args, topology, hosts, shape) if set(TRAINING) & set(passes) else None
     tables, chosen, reasons = {}, [], {}
     for of_plan, what in ((TRAINING, "training"), (DUAL, "derivatives")):
         if set(of_plan) & set(passes):
@@ -124,7 +126,8 @@ def run(args: argparse.Namespace) -> None:
         reasons["decode"] = plan.reason
     if args.json:
         candidates = {name: [_values(c, c in chosen, topology) for c in table] for name, table in tables.items()}
-        print(json.dumps({"topology": topology.name, "ranks": len(hosts), **candidates, "reasons": reasons}, indent=1))
+        call = {"topology": topology.name, "ranks": len(hosts), "least_bytes": bound}
+        print(json.dumps({**call, **candidates, "reasons": reasons}, indent=1))
         return
     tp = f", tensor parallel over {args.tp}" if args.tp > 1 else ""
     print(
@@ -136,6 +139,22 @@ def run(args: argparse.Namespace) -> None:
         _print(name, table, chosen, topology, args)
     for name, reason in reasons.items():
         print(f"\n{name}: {reason}")
+    if bound:
+        top = place(topology, hosts).top
+        sent = {name: c.cost.bytes_per_level[top] for name in TRAINING for c in tables.get(name, ()) if c in chosen}
+        times = ", ".join(f"{name} {n / bound:.3g} times that" for name, n in sent.items())
+        print(f"\nlower bound without a mask: {format_bytes(bound)} over {topology.levels[top].name}; {times}")
+
+
+def _bound(args, topology: Topology, hosts: list[int], shape: Shape) -> float | None:
+    """`least_bytes` between units of the outermost level; None for documents and windows, and where units differ."""
+    placement, world = place(topology, hosts), len(hosts)
+    top = placement.top
+    nodes = len({units[top - 1] for units in placement.units}) if top else world
+    if args.documents is not None or args.window is not None or nodes * placement.block != world:
+        return None
+    tokens, word = -(-args.seq_len // world), BYTES[args.dtype]
+    return least_bytes(nodes, shape, batch=args.batch, tokens=tokens, bytes_per_word=word)
 
 
 def _training(args, topology: Topology, hosts: list[int], shape: Shape, dual: bool):

@@ -63,29 +63,6 @@ def test_64_ranks_send_a_fraction_of_the_rings_bytes(network, shape, limits, seq
     assert sent <= limit * sum(r.cost.bytes_per_level[1] for r in rings)
 
 
-TABLE = [  # heads, KV heads, nodes, ranks of a node, u: GB over the network for 1M tokens in bf16 (docs/planner.md)
-    (32, 32, 8, 8, 8, 0.94),
-    (32, 32, 32, 8, 32, 0.26),
-    (32, 8, 8, 8, 8, 0.59),
-    (32, 8, 32, 8, 32, 0.26),
-    (64, 8, 32, 8, 32, 0.39),
-    (32, 32, 16, 1, 16, 4.0),
-]
-
-
-@pytest.mark.parametrize(("h", "h_kv", "nodes", "ranks", "u", "gigabytes"), TABLE)
-def test_heads_across_nodes_and_the_grid_inside(h, h_kv, nodes, ranks, u, gigabytes):
-    """4 (u-1)/u (h + max(k, u)) words per head_dim and token of a share, and delta; less than half of any grid."""
-    hosts = [n // ranks for n in range(nodes * ranks)]
-    shape, tokens = Shape(h, h_kv, 128, 128), 1 << 20
-    across, grid = (training(len(hosts), shape, DGX, hosts, seq_len=tokens, ulysses_size=n) for n in (u, 1))
-    sent = sum(chosen.cost.bytes_per_level[1] for chosen in (across.forward, across.backward))
-    words = (u - 1) / u * (4 * 128 * (h + max(h_kv, u)) + 2 * h)
-    assert across.forward.arrangement.heads == (u, 1) or nodes == u == len(hosts)
-    assert sent == pytest.approx(words * 2 * tokens / len(hosts)) == pytest.approx(gigabytes * 1e9, rel=0.05)
-    assert sent < 0.5 * sum(chosen.cost.bytes_per_level[1] for chosen in (grid.forward, grid.backward))
-
-
 @pytest.mark.parametrize("name", known_topologies())
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_topology_gives_a_plan(name, world):

@@ -24,6 +24,7 @@ def test_tables_for_all_passes(capsys):
     out = capsys.readouterr().out
     for part in ("4 ranks, 2 x 2, on ethernet", "forward ", "backward ", "decode ", "over loopback", "over ethernet"):
         assert part in out
+    assert re.search(r"lower bound without a mask: \S+ MB over ethernet; forward \S+ times that, backward", out)
     chosen = [line for line in out.splitlines() if line.startswith("*")]
     assert len(chosen) == 3 and all("  chosen" in line for line in chosen)
     assert sum(line.endswith("fastest") or "fastest, " in line for line in out.splitlines()) == 3
@@ -37,6 +38,7 @@ def test_json_holds_all_candidates(capsys):
         assert [c["chosen"] for c in found[name]].count(True) == 1
         assert [c["time_s"] for c in found[name]] == sorted(c["time_s"] for c in found[name])
         assert all(c["bytes_over_ethernet"] > 0 for c in found[name])
+        assert name == "decode" or min(c["bytes_over_ethernet"] for c in found[name]) >= found["least_bytes"] > 0
     assert {rival for c in found["forward"] for rival in c["rivals"]} >= {"ring", "KV gather", "Ulysses"}
 
 
