@@ -10,7 +10,7 @@ from .plans import Shape
 def least_rows(nodes: int, num_heads: int, num_heads_kv: int) -> float:
     """Rows of other nodes' tokens, of queries or keys of one head, that a node needs per token of its own (mean).
 
-    Every node holds as many tokens and computes as many (query, key) pairs. A query's row goes with its result, a key's
+    Nodes hold equally many tokens and compute equally many pairs. A query's row goes with its result, a key's
     with its value. Memory is unlimited.
     """
     queries = num_heads // num_heads_kv
