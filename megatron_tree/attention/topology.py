@@ -11,6 +11,7 @@ import torch
 from .. import comm
 from ..comm.group import GroupState
 from ..config import TreeConfig
+from ..log import say_once
 from ..plan import Placement, Topology, default_topology, load_topology, place
 
 
@@ -19,7 +20,8 @@ class GroupTopology(NamedTuple):
 
     topology: Topology
     fingerprint: str
-    """Name and checksum of the topology: files with the same name may differ between hosts."""
+    """Name and checksum of the topology, as it is before anything is measured: files with the same name may differ
+    between hosts."""
     placement: Placement | None = None
 
     @classmethod
@@ -37,11 +39,17 @@ class GroupTopology(NamedTuple):
         return cls(topology, f"{topology.name} ({zlib.crc32(repr(topology).encode()):08x})")
 
     def placed(self, group, device: torch.device, config: TreeConfig) -> GroupTopology:
-        """The same with the placement of the ranks; collective at the group's first call."""
+        """The same with the placement of the ranks, and with what their links are measured to be where the user leaves
+        that open. Collective at the group's first call, by ranks that have agreed on config."""
         if self.placement is not None:
             return self
-        hosts = comm.hosts(group, timeout_s=config.timeout_s)
-        placed = self._replace(placement=place(self.topology, hosts))
+        hosts, topology = comm.hosts(group, timeout_s=config.timeout_s), self.topology
+        if _is_measured(config):
+            links = comm.measured_links(group, device, timeout_s=config.timeout_s)
+            topology = _measured(topology, links)
+            if comm.group_rank(group) == 0 and any(links):
+                say_once(f"measured: {links}")
+        placed = self._replace(topology=topology, placement=place(topology, hosts))
         GroupState.of(group).topologies[self._key(device, config)] = placed
         return placed
 
@@ -61,4 +69,21 @@ class GroupTopology(NamedTuple):
 
     @staticmethod
     def _key(device: torch.device, config: TreeConfig) -> tuple:
-        return config.topology, config.transport, device.type
+        return config.topology, config.transport, device.type, _is_measured(config)
+
+
+def _is_measured(config: TreeConfig) -> bool:
+    return config.topology is None and config.tune and not config.deterministic
+
+
+def _measured(assumed: Topology, links: comm.Links) -> Topology:
+    """The assumed topology with the measured latencies and bandwidths of the levels that the group spans: the first one
+    is inside a host, the last one joins hosts."""
+    levels = list(assumed.levels)
+    for at, link in ((0, links.inside), (-1, links.between)):
+        if link is not None:
+            latency_s = max(link.seconds - assumed.overhead_s, min(link.seconds / 2, levels[at].latency_s))
+            levels[at] = dataclasses.replace(
+                levels[at], latency_s=latency_s, bandwidth=link.bandwidth, port_bandwidth=link.port_bandwidth
+            )
+    return dataclasses.replace(assumed, name="measured", levels=tuple(levels))

@@ -77,8 +77,7 @@ class PrefillAttention:
         append, store, pages = self._append, self._store, self._store.layers[layer]
         if config not in self._nets:
             with collective_call("tree_prefill", self._cp_group, config) as call:
-                GroupTopology.of(self._cp_group, q.device, config)  # what one rank raises, all raise
-                call.start()
+                call.agree(config=config, topology=GroupTopology.of(self._cp_group, q.device, config).fingerprint)
                 self._nets[config] = GroupTopology.over_cache(self._cp_group, q.device, config)
         net, num_keys = self._nets[config], store.book.num_visible(append, store.kind_of[layer])
         shares_heads = append.shares is None  # the queries' heads are sharded, not their tokens

@@ -6,6 +6,7 @@
 - interop.py      torch.compile, DeviceMesh and DTensor
 - team.py         ranks that gather keys or queries together, nested by node, and their process groups
 - machines.py     on which host every rank runs
+- links.py        latency and bandwidth between ranks, measured
 - work.py         messages and collectives in progress, and their time limits
 - collectives.py  gathers and reduce-scatters of training, in one or two levels; sums and broadcast
 - shared/         small collectives of the ranks of one host, through memory that they share
@@ -38,6 +39,7 @@ from .counting import kth_largest
 from .group import backend, group_rank, group_size, resolve_transport
 from .health.monitored import monitored, waited_s
 from .interop import check_local, outside_graphs, process_group
+from .links import Links, measured_links
 from .local_share import by_owner
 from .machines import hosts
 from .reductions import Reducer, prepare_reduction
@@ -50,6 +52,7 @@ from .work import Pending, Transfer, start_shift, wait_until
 __all__ = [
     "Agreement",
     "CollectiveCall",
+    "Links",
     "Pending",
     "Reducer",
     "Sent",
@@ -69,6 +72,7 @@ __all__ = [
     "group_size",
     "hosts",
     "kth_largest",
+    "measured_links",
     "monitored",
     "neighbours",
     "outside_graphs",

@@ -35,6 +35,8 @@ class GroupState:
     """work.py: tags of messages."""
     hosts: tuple[str, ...] | None = None
     """machines.py: the host of every rank, once asked."""
+    links: dict[str, Any] = field(default_factory=dict)
+    """links.py: `Links`, once measured, by the type of a device."""
     shared: Any = None
     """shared/: a `SharedMemory`, or a text that says why there is none."""
     transports: dict[tuple[str, str], str] = field(default_factory=dict)

@@ -65,7 +65,7 @@ def tree_recurrence(
         initial_state: [b, h, d, d_v], the sequence's, equal on all ranks; default: zeros. Not with several documents.
         return_final_state: whether to return what the sequence leaves behind. Not with several documents.
         schedule: of `tree_scan`.
-        config: `check`, `timeout_s`, `transport` and `topology` are used.
+        config: `check`, `timeout_s`, `transport`, `topology` and `tune` are used.
 
     Returns: (out [b, s_local, h, d_v] in the dtype of the kernel's, 0 in rows of padding; final state [b, h, d, d_v] on
         every rank, or None). States are float32, float64 for float64. Gradients of initial_state are those of this

@@ -50,7 +50,7 @@ def tree_scan(
         return_final_state: whether to return what the sequence leaves behind. Not with several documents.
         schedule: "gather" (every rank gets all maps: one round), "exchange" (every rank scans its share of the b * h
             heads: two rounds, fewer bytes; docs/recurrent.md has the formulas) or "auto" (by predicted time).
-        config: `check`, `timeout_s`, `transport` and `topology` are used.
+        config: `check`, `timeout_s`, `transport`, `topology` and `tune` are used.
 
     Returns: (initial states [n, b, h, d, d_v], final state [b, h, d, d_v] on every rank, or None). Gradients of
         initial_state are those of this rank's share: their sum over the ranks is the whole.

@@ -23,7 +23,7 @@ class TreeGatedDeltaNet(ShardedMixer, GatedDeltaNet):
     Args:
         cp_comm_type: "tree", "a2a+tree" or None; with others the layer is Megatron's own, where that has context
             parallelism (0.18 on).
-        tree_config: `check`, `timeout_s`, `transport` and `topology` are used.
+        tree_config: `check`, `timeout_s`, `transport`, `topology` and `tune` are used.
         Others as in Megatron's.
     Raises: ValueError for another cp_comm_type with a release that has none, or recomputation of `gdn_norm_out`.
     """

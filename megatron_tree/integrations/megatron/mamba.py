@@ -25,7 +25,7 @@ class TreeMambaMixer(ShardedMixer, MambaMixer):
     heads.
 
     Args:
-        tree_config: `check`, `timeout_s`, `transport` and `topology` are used.
+        tree_config: `check`, `timeout_s`, `transport`, `topology` and `tune` are used.
         Others as in Megatron's.
     Raises: ValueError for an inference context, in the forward.
     """

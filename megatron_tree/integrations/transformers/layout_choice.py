@@ -31,14 +31,16 @@ def choose_layout(
     `init_inference`; "auto" and None let the planner predict which is faster.
     """
     repeats, network = layout.repeats_queries, (group, device, config)
+    if queries == "auto" or (split_latents is None and layout.latents):
+        with comm.collective_call("init_inference", group, config) as call:
+            options = {"queries": queries, "split_latents": split_latents, "dtype": dtype, "config": config}
+            call.agree(**options, topology=GroupTopology.of(*network).fingerprint)
+            net = GroupTopology.over_cache(*network)
     if queries == "auto" and layout.heads.size > 1 and not layout.gates_queries:
-        topology = GroupTopology.over_cache(*network).topology
         hosts = comm.hosts(group, timeout_s=config.timeout_s)[: layout.heads.size]  # all decide by the first group
-        repeats = repeats_queries(
-            placed_topology(topology, place(topology, hosts)), layout.query_projection, dtype.itemsize
-        )
+        placed = placed_topology(net.topology, place(net.topology, hosts))
+        repeats = repeats_queries(placed, layout.query_projection, dtype.itemsize)
     if split_latents is None and layout.world > 1 and layout.latents:
-        net = GroupTopology.over_cache(*network)
         sizes = [(layout.whole_shapes[f"{name}.weight"].numel(), layout.gathered[name]) for name in layout.latents]
         split_latents = splits_latents(placed_topology(net.topology, net.placement), sizes, dtype.itemsize)
     if split_latents is not False and repeats == layout.repeats_queries:

@@ -1,0 +1,155 @@
+"""Latency and bandwidth between the ranks of a group, measured with a few messages.
+
+Ranks form rings: each sends to the next one while it receives from the one before, again and again. So the slowest link
+of a ring sets its pace, and all links carry messages in both directions, as in a collective.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..units import format_bytes, format_seconds
+from .collectives import start_gather
+from .group import GroupState, resolve_transport
+from .machines import hosts
+from .team import Team
+from .traffic import note
+from .work import Mail, start_shift
+
+SMALL, PROBE, MOST = 8, 1 << 16, 1 << 23  # bytes of a message
+LONG_S = 5e-3  # for a large message, or so many times a small one's:
+LONG = 4
+FEW, SEVERAL = 4, 8  # messages of one size; the first quarter is not counted: connections are made, windows open
+
+Ring = tuple[int, ...]
+
+
+class Link(NamedTuple):
+    """The slowest rank's figures."""
+
+    seconds: float
+    """Of a small message, with the CPU time that it takes."""
+    bandwidth: float
+    """Bytes/s of one rank of each host, in both directions at once."""
+    port_bandwidth: float
+    """Bytes/s of all ranks of a host together; inside a host that of one rank."""
+
+
+class Links(NamedTuple):
+    inside: Link | None
+    """Among the ranks of one host, if there are several on any."""
+    between: Link | None
+    """Among hosts, if there are several."""
+
+    def __str__(self) -> str:
+        kinds = ("inside a host", self.inside), ("between hosts", self.between)
+        return ", ".join(
+            f"{format_seconds(link.seconds)} and {format_bytes(link.port_bandwidth)}/s {where}"
+            for where, link in kinds
+            if link
+        )
+
+
+def measured_links(group, device: torch.device, *, timeout_s: float = 600.0) -> Links:
+    """The links of a group whose tensors are on such a device, measured once. Collective; the same on every rank.
+
+    It takes a few ms where a message takes microseconds, 70 ms on 1 Gbit/s with 1 ms, half a second with 10 ms.
+    Raises: `CommError` if a rank fails, or a single wait takes longer than timeout_s.
+    """
+    found = GroupState.of(group).links
+    if device.type not in found:
+        found[device.type] = _measure(group, hosts(group, timeout_s=timeout_s), device, timeout_s)
+    return found[device.type]
+
+
+def _measure(group, hosts_of: Sequence, device: torch.device, timeout_s: float) -> Links:
+    """hosts_of: one id per group rank; equal ids are one host."""
+    members: dict[object, list[int]] = {}
+    for rank, host in enumerate(hosts_of):
+        members.setdefault(host, []).append(rank)
+    places = [tuple(r for r in place if r is not None) for place in itertools.zip_longest(*members.values())]
+    across = [place for place in places if len(place) > 1]  # a ring for each place on a host
+    inside = [tuple(ranks) for ranks in members.values() if len(ranks) > 1]
+    measured = [inside, across[:1], across[1:] and across]  # the last: all ranks of a host at once, for its port
+    rings = _Rings(group, device, timeout_s)
+    rings.slowest([])  # all are here, and NCCL has its communicator
+    small = rings.slowest([rings.shift(x, SMALL, SEVERAL) for x in measured])
+    probes = rings.slowest([rings.shift(x, PROBE, FEW) for x in measured])
+    sizes = [_long(_rate(PROBE, *seconds), seconds[1]) for seconds in zip(probes, small)]
+    large = rings.slowest([rings.shift(x, size, FEW) for x, size in zip(measured, sizes)])
+    rates = [_rate(size, *seconds) for size, *seconds in zip(sizes, large, small)]
+    port = max(rates[1], rates[2] * len(across)) if measured[2] else rates[1]
+    return Links(
+        inside=_link(small[0], rates[0], rates[0]) if inside else None,
+        between=_link(small[1], rates[1], port) if across else None,
+    )
+
+
+def _link(*figures: float) -> Link:
+    """Rounded to ten steps per decade, so that they are mostly the same in every run."""
+    return Link(*(float(f"{10 ** (round(10 * math.log10(x)) / 10):.2g}") for x in figures))
+
+
+def _rate(num_bytes: int, seconds: float, small: float) -> float:
+    """Bytes/s of a message, without what a small one takes, but for half of its time: machines are busy at times."""
+    return num_bytes / max(seconds - small, seconds / 2) if seconds else math.inf
+
+
+def _long(rate: float, small: float) -> int:
+    """Bytes that take long enough to tell the bandwidth, and not too long."""
+    return int(min(max(rate * max(LONG_S, LONG * small), PROBE), MOST))
+
+
+class _Rings:
+    """Messages around rings of ranks of a group."""
+
+    def __init__(self, group, device: torch.device, timeout_s: float):
+        self._state, self._group, self._timeout_s = GroupState.of(group), group, timeout_s
+        self._early = self._state.backend == "gloo"  # receives are posted before messages arrive
+        self._device = torch.device("cpu") if self._early else device
+        transport = resolve_transport(group, self._device)
+        self._team = Team.flat(group, transport=transport, timeout_s=timeout_s)
+
+    def slowest(self, seconds: list[float]) -> list[float]:
+        """The largest of all ranks' numbers, one by one. Collective."""
+        mine = torch.tensor([[0.0, *seconds]], dtype=torch.float64, device=self._device)
+        return start_gather(mine, self._team).wait().amax(0)[1:].tolist()
+
+    def shift(self, rings: list[Ring], num_bytes: int, count: int) -> float:
+        """Median seconds of a message around this rank's ring, all rings at once; 0 if it is in none."""
+        if not rings:
+            return 0.0
+        mail = Mail("measure_links", self._group, range(self._state.size), self._timeout_s)  # takes a tag on every rank
+        ring = next((ring for ring in rings if self._state.rank in ring), None)
+        if ring is None:
+            return 0.0
+        note("measure_links", len(ring), count * num_bytes)
+        sent, arriving = (torch.zeros(num_bytes, dtype=torch.uint8, device=self._device) for _ in range(2))
+        shift = self._shift_early if self._early else self._shift_queued
+        return statistics.median(shift(ring, sent, arriving, count, mail)[count // 4 :])
+
+    def _shift_early(self, ring: Ring, sent, arriving, count: int, mail: Mail) -> list[float]:
+        at, times = ring.index(self._state.rank), []
+        for message in [mail.receive(arriving, ring[at - 1]) for _ in range(count)]:
+            began = time.perf_counter()
+            mail.send(sent, ring[(at + 1) % len(ring)])
+            mail.wait(message)
+            mail.sent()
+            times.append(time.perf_counter() - began)
+        return times
+
+    def _shift_queued(self, ring: Ring, sent, arriving, count: int, mail: Mail) -> list[float]:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        events[0].record()
+        for event in events[1:]:
+            start_shift(sent, arriving, self._group, ring, timeout_s=self._timeout_s).wait()
+            event.record()
+        events[-1].synchronize()
+        return [begin.elapsed_time(end) / 1000 for begin, end in itertools.pairwise(events)]

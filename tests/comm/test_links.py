@@ -1,0 +1,116 @@
+"""Links that a group's first call measures: what the network was set to, equal on all ranks, only where asked for."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_tree import TreeConfig, comm, tree_attn_func, tree_decode
+from megatron_tree.attention import topology
+from megatron_tree.attention.topology import GroupTopology
+from megatron_tree.comm import links
+from megatron_tree.comm.group import GroupState
+from megatron_tree.emulate import Cluster
+from megatron_tree.log import say_once
+from megatron_tree.plan import default_topology
+from support.emulation import emulated
+from support.failing_ranks import LIMIT, run_to_the_end
+from support.ranks import run_distributed
+
+CPU = torch.device("cpu")
+LATENCY_S, RATE_BITS = 10e-3, 100e6
+PAYLOAD = RATE_BITS / 8 * 1448 / 1538  # bytes/s: TCP's share of a full Ethernet frame
+TUNED = TreeConfig(tune=True)
+
+
+def _call(config):
+    q, k, v = torch.randn(3, 1, 8, 2, 16)
+    return tree_attn_func(q, k, v, cp_group=dist.group.WORLD, config=config)
+
+
+def _measured(log):
+    return [sent for sent in log if sent.op == "measure_links"]
+
+
+def _on_cluster():
+    dist.init_process_group("gloo")
+    _call(TreeConfig())  # connections are made, and gloo's threads have started
+    began = time.monotonic()
+    with comm.record() as log:
+        _call(TUNED)
+    seconds = time.monotonic() - began
+    return GroupTopology.of(dist.group.WORLD, CPU, TUNED).topology, sum(x.bytes for x in _measured(log)), seconds
+
+
+@pytest.mark.alone
+@emulated
+def test_finds_what_the_network_was_set_to():
+    with Cluster(nodes=2, ranks_per_node=2, latency_s=LATENCY_S, rate_bits=RATE_BITS, lifetime_s=60) as cluster:
+        (found, num_bytes, seconds), *others = cluster.run(_on_cluster)
+    assert all(other == found for other, *_ in others)
+    inside, between = found.levels
+    assert 1 / 2 < between.latency_s / LATENCY_S < 2
+    assert 1 / 2 < between.bandwidth / PAYLOAD < 2 and 1 / 2 < between.port_bandwidth / PAYLOAD < 2
+    assert inside.latency_s < LATENCY_S / 2 and inside.bandwidth > PAYLOAD
+    assert num_bytes < 3 * links.FEW * (links.MOST + links.PROBE) and seconds < 5
+
+
+def _whoever_asks(rank, world):
+    """How often a call measures, with which result, on two hosts that hold two ranks and one."""
+    GroupState.of(dist.group.WORLD).hosts = ("a", "a", "b")
+    counts, lines = [], []
+    topology.say_once = lines.append
+    for config in (
+        TreeConfig(tune=False),
+        TreeConfig(tune=True, deterministic=True),
+        TreeConfig(tune=True, topology="ethernet"),
+        TUNED,
+        TUNED,
+        TreeConfig(tune=True, timeout_s=60),
+    ):
+        with comm.record() as log:
+            _call(config)
+        counts.append(len(_measured(log)))
+    with comm.record() as log:
+        q, (k, v) = torch.ones(1, 1, 2, 16), torch.randn(2, 1, 8, 2, 16)
+        tree_decode(q, k, v, cp_group=dist.group.WORLD, config=TUNED)
+    topology.say_once = say_once
+    assert not _measured(log)
+    nets = [GroupTopology.of(dist.group.WORLD, CPU, x).topology for x in (TUNED, TreeConfig())]
+    return counts, nets, lines
+
+
+def test_only_where_the_network_is_left_open():
+    found = run_distributed(_whoever_asks, 3)
+    assumed = default_topology("gloo")
+    for rank, (counts, (measured, other), lines) in enumerate(found):
+        of_levels = 3 * (rank != 2) + 3 * (rank != 1)  # a small, a larger and a large message inside; between
+        assert counts == [0, 0, 0, of_levels, 0, 0]
+        assert other == assumed and measured == found[0][1][0]
+        assert len(lines) == (rank == 0) and all("inside a host, " in x and "/s between hosts" in x for x in lines)
+        assert measured.name == "measured" and measured.flops == assumed.flops
+
+
+def _different(rank, world):
+    with pytest.raises(ValueError, match="tune=True"), comm.record() as log:
+        _call(TreeConfig(tune=rank == 0))
+    assert not _measured(log)
+    _call(TUNED)
+
+
+def test_ranks_agree_before_they_measure():
+    run_distributed(_different, 2)
+
+
+def _ends(rank, world):
+    if rank == 1:
+        links._long = lambda *_: os._exit(1)
+    _call(TreeConfig(tune=True, timeout_s=LIMIT))
+
+
+@pytest.mark.alone
+def test_a_rank_that_dies_meanwhile_is_named():
+    for rank, outcome in enumerate(run_to_the_end(_ends, 3, victims=(1,))):
+        assert rank == 1 or (outcome.error == "CommError" and "rank 1" in outcome.text), outcome
