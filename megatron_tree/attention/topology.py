@@ -44,10 +44,10 @@ class GroupTopology(NamedTuple):
         if self.placement is not None:
             return self
         hosts, topology = comm.hosts(group, timeout_s=config.timeout_s), self.topology
-        if _is_measured(config):
+        if _is_measured(config) and len(hosts) > 1:
             links = comm.measured_links(group, device, timeout_s=config.timeout_s)
             topology = _measured(topology, links)
-            if comm.group_rank(group) == 0 and any(links):
+            if comm.group_rank(group) == 0:
                 say_once(f"measured: {links}")
         placed = self._replace(topology=topology, placement=place(topology, hosts))
         GroupState.of(group).topologies[self._key(device, config)] = placed

@@ -32,7 +32,7 @@ def start_gather(x: Tensor, team: Team) -> Pending:
     """
     _note("all_gather", team, (team.size - 1) * x.nbytes)
     x = x.contiguous()
-    return Pending(_GATHERS[team.transport](x, team), x.device, (x,))
+    return Pending(GATHERS[team.transport](x, team), x.device, (x,))
 
 
 def _gather_direct(x: Tensor, team: Team):
@@ -70,7 +70,7 @@ def _gather_shared(x: Tensor, team: Team):
     return shared(team.group).gather(x, team.group, team.timeout_s).flatten(0, 1)
 
 
-_GATHERS = {"direct": _gather_direct, "builtin": _gather_builtin, "shm": _gather_shared}
+GATHERS = {"direct": _gather_direct, "builtin": _gather_builtin, "shm": _gather_shared}
 
 
 def start_reduce_scatter(x: Tensor, team: Team, reducer) -> Pending:

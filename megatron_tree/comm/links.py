@@ -16,12 +16,11 @@ from typing import NamedTuple
 import torch
 
 from ..units import format_bytes, format_seconds
-from .collectives import start_gather
+from .collectives import GATHERS
 from .group import GroupState, resolve_transport
 from .machines import hosts
 from .team import Team
-from .traffic import note
-from .work import Mail, start_shift
+from .work import Mail, Pending, start_shift
 
 SMALL, PROBE, MOST = 8, 1 << 16, 1 << 23  # bytes of a message
 LONG_S = 5e-3  # for a large message, or so many times a small one's:
@@ -120,7 +119,8 @@ class _Rings:
     def slowest(self, seconds: list[float]) -> list[float]:
         """The largest of all ranks' numbers, one by one. Collective."""
         mine = torch.tensor([[0.0, *seconds]], dtype=torch.float64, device=self._device)
-        return start_gather(mine, self._team).wait().amax(0)[1:].tolist()
+        gather = GATHERS[self._team.transport](mine, self._team)
+        return Pending(gather, self._device, (mine,)).wait().amax(0)[1:].tolist()
 
     def shift(self, rings: list[Ring], num_bytes: int, count: int) -> float:
         """Median seconds of a message around this rank's ring, all rings at once; 0 if it is in none."""
@@ -130,7 +130,6 @@ class _Rings:
         ring = next((ring for ring in rings if self._state.rank in ring), None)
         if ring is None:
             return 0.0
-        note("measure_links", len(ring), count * num_bytes)
         sent, arriving = (torch.zeros(num_bytes, dtype=torch.uint8, device=self._device) for _ in range(2))
         shift = self._shift_early if self._early else self._shift_queued
         return statistics.median(shift(ring, sent, arriving, count, mail)[count // 4 :])

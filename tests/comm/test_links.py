@@ -1,5 +1,6 @@
 """Links that a group's first call measures: what the network was set to, equal on all ranks, only where asked for."""
 
+import contextlib
 import os
 import time
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import TreeConfig, comm, tree_attn_func, tree_decode
+from megatron_tree import TreeConfig, tree_attn_func, tree_decode
 from megatron_tree.attention import topology
 from megatron_tree.attention.topology import GroupTopology
 from megatron_tree.comm import links
@@ -30,18 +31,28 @@ def _call(config):
     return tree_attn_func(q, k, v, cp_group=dist.group.WORLD, config=config)
 
 
-def _measured(log):
-    return [sent for sent in log if sent.op == "measure_links"]
+@contextlib.contextmanager
+def _shifts():
+    """A list that fills with the bytes that this rank sends to measure."""
+    counted, shift = [], links._Rings._shift_early
+
+    def counting(rings, ring, sent, arriving, count, mail):
+        counted.append(count * sent.nbytes)
+        return shift(rings, ring, sent, arriving, count, mail)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links._Rings, "_shift_early", counting)
+        yield counted
 
 
 def _on_cluster():
     dist.init_process_group("gloo")
-    _call(TreeConfig())  # connections are made, and gloo's threads have started
+    _call(TreeConfig(tune=False))  # connections are made, and gloo's threads have started
     began = time.monotonic()
-    with comm.record() as log:
+    with _shifts() as shifts:
         _call(TUNED)
     seconds = time.monotonic() - began
-    return GroupTopology.of(dist.group.WORLD, CPU, TUNED).topology, sum(x.bytes for x in _measured(log)), seconds
+    return GroupTopology.of(dist.group.WORLD, CPU, TUNED).topology, sum(shifts), seconds
 
 
 @pytest.mark.alone
@@ -70,15 +81,15 @@ def _whoever_asks(rank, world):
         TUNED,
         TreeConfig(tune=True, timeout_s=60),
     ):
-        with comm.record() as log:
+        with _shifts() as shifts:
             _call(config)
-        counts.append(len(_measured(log)))
-    with comm.record() as log:
+        counts.append(len(shifts))
+    with _shifts() as shifts:
         q, (k, v) = torch.ones(1, 1, 2, 16), torch.randn(2, 1, 8, 2, 16)
         tree_decode(q, k, v, cp_group=dist.group.WORLD, config=TUNED)
     topology.say_once = say_once
-    assert not _measured(log)
-    nets = [GroupTopology.of(dist.group.WORLD, CPU, x).topology for x in (TUNED, TreeConfig())]
+    assert not shifts
+    nets = [GroupTopology.of(dist.group.WORLD, CPU, x).topology for x in (TUNED, TreeConfig(tune=False))]
     return counts, nets, lines
 
 
@@ -94,9 +105,9 @@ def test_only_where_the_network_is_left_open():
 
 
 def _different(rank, world):
-    with pytest.raises(ValueError, match="tune=True"), comm.record() as log:
+    with pytest.raises(ValueError, match="tune=True"), _shifts() as shifts:
         _call(TreeConfig(tune=rank == 0))
-    assert not _measured(log)
+    assert not shifts
     _call(TUNED)
 
 
