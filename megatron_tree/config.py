@@ -91,7 +91,8 @@ class TreeConfig:
 
     topology: str | None = None
     """The topology that the planner assumes: a name (`megatron-tree plan --help` lists them), or the path of a YAML
-    file, for instance of `megatron-tree calibrate`. None: the backend's default, dgx_h100 (NCCL) or ethernet (gloo)."""
+    file, for instance of `megatron-tree calibrate`. None: the backend's default, dgx_h100 (NCCL) or ethernet (gloo);
+    with `tune`, latencies and bandwidths are those that the group's first call measures, unless `deterministic`."""
 
     tune: bool = False
     """Where "auto" chooses and a training call is repeated, its first calls try the plans that are best on networks
