@@ -125,3 +125,37 @@ def _ends(rank, world):
 def test_a_rank_that_dies_meanwhile_is_named():
     for rank, outcome in enumerate(run_to_the_end(_ends, 3, victims=(1,))):
         assert rank == 1 or (outcome.error == "CommError" and "rank 1" in outcome.text), outcome
+
+
+class _Event:
+    """As torch.cuda.Event, where nothing is queued."""
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = time.perf_counter()
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return (end.at - self.at) * 1000
+
+
+def _queued(rank, world):
+    """Messages as with NCCL, whose receives are not posted early, through gloo."""
+    torch.cuda.Event, event = _Event, torch.cuda.Event
+    try:
+        rings = links._Rings(dist.group.WORLD, CPU, 30.0)
+        rings._early = False
+        mine = [rings.shift([ring], 1 << 12, links.FEW) for ring in ((0, 1, 2), (2, 0))]
+        return mine, rings.slowest(mine)
+    finally:
+        torch.cuda.Event = event
+
+
+def test_messages_that_are_queued():
+    found = run_distributed(_queued, 3)
+    assert [[x > 0 for x in mine] for mine, _ in found] == [[True, True], [True, False], [True, True]]
+    assert all(slowest == [max(mine[i] for mine, _ in found) for i in (0, 1)] for _, slowest in found)
