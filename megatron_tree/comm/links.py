@@ -22,7 +22,8 @@ from .machines import hosts
 from .team import Team
 from .work import Mail, Pending, start_shift
 
-SMALL, PROBE, MOST = 8, 1 << 16, 1 << 23  # bytes of a message
+SMALL, PROBE = 8, 1 << 16  # bytes of a message
+MOST = {"cpu": 1 << 22, "cuda": 1 << 25}
 LONG_S = 5e-3  # for a large message, or so many times a small one's:
 LONG = 4
 FEW, SEVERAL = 4, 8  # messages of one size; the first quarter is not counted: connections are made, windows open
@@ -76,15 +77,16 @@ def _measure(group, hosts_of: Sequence, device: torch.device, timeout_s: float) 
     places = [tuple(r for r in place if r is not None) for place in itertools.zip_longest(*members.values())]
     across = [place for place in places if len(place) > 1]  # a ring for each place on a host
     inside = [tuple(ranks) for ranks in members.values() if len(ranks) > 1]
-    measured = [inside, across[:1], across[1:] and across]  # the last: all ranks of a host at once, for its port
+    kinds = [inside, across[:1], across[1:] and across]  # the last: all ranks of a host at once, for its port
     rings = _Rings(group, device, timeout_s)
     rings.slowest([])  # all are here, and NCCL has its communicator
-    small = rings.slowest([rings.shift(x, SMALL, SEVERAL) for x in measured])
-    probes = rings.slowest([rings.shift(x, PROBE, FEW) for x in measured])
-    sizes = [_long(_rate(PROBE, *seconds), seconds[1]) for seconds in zip(probes, small)]
-    large = rings.slowest([rings.shift(x, size, FEW) for x, size in zip(measured, sizes)])
+    small = rings.slowest([rings.shift(x, SMALL, SEVERAL) for x in kinds])
+    probes = rings.slowest([rings.shift(x, PROBE, FEW) for x in kinds])
+    most = MOST[rings.device.type]
+    sizes = [int(min(_long(_rate(PROBE, *seconds), seconds[1]), most)) for seconds in zip(probes, small)]
+    large = rings.slowest([rings.shift(x, size, FEW) for x, size in zip(kinds, sizes)])
     rates = [_rate(size, *seconds) for size, *seconds in zip(sizes, large, small)]
-    port = max(rates[1], rates[2] * len(across)) if measured[2] else rates[1]
+    port = max(rates[1], rates[2] * len(across)) if kinds[2] else rates[1]
     return Links(
         inside=_link(small[0], rates[0], rates[0]) if inside else None,
         between=_link(small[1], rates[1], port) if across else None,
@@ -101,9 +103,9 @@ def _rate(num_bytes: int, seconds: float, small: float) -> float:
     return num_bytes / max(seconds - small, seconds / 2) if seconds else math.inf
 
 
-def _long(rate: float, small: float) -> int:
-    """Bytes that take long enough to tell the bandwidth, and not too long."""
-    return int(min(max(rate * max(LONG_S, LONG * small), PROBE), MOST))
+def _long(rate: float, small: float) -> float:
+    """Bytes that take long enough to tell the bandwidth."""
+    return max(rate * max(LONG_S, LONG * small), PROBE)
 
 
 class _Rings:
@@ -112,15 +114,15 @@ class _Rings:
     def __init__(self, group, device: torch.device, timeout_s: float):
         self._state, self._group, self._timeout_s = GroupState.of(group), group, timeout_s
         self._early = self._state.backend == "gloo"  # receives are posted before messages arrive
-        self._device = torch.device("cpu") if self._early else device
-        transport = resolve_transport(group, self._device)
+        self.device = torch.device("cpu") if self._early else device
+        transport = resolve_transport(group, self.device)
         self._team = Team.flat(group, transport=transport, timeout_s=timeout_s)
 
     def slowest(self, seconds: list[float]) -> list[float]:
         """The largest of all ranks' numbers, one by one. Collective."""
-        mine = torch.tensor([[0.0, *seconds]], dtype=torch.float64, device=self._device)
+        mine = torch.tensor([[0.0, *seconds]], dtype=torch.float64, device=self.device)
         gather = GATHERS[self._team.transport](mine, self._team)
-        return Pending(gather, self._device, (mine,)).wait().amax(0)[1:].tolist()
+        return Pending(gather, self.device, (mine,)).wait().amax(0)[1:].tolist()
 
     def shift(self, rings: list[Ring], num_bytes: int, count: int) -> float:
         """Median seconds of a message around this rank's ring, all rings at once; 0 if it is in none."""
@@ -130,7 +132,7 @@ class _Rings:
         ring = next((ring for ring in rings if self._state.rank in ring), None)
         if ring is None:
             return 0.0
-        sent, arriving = (torch.zeros(num_bytes, dtype=torch.uint8, device=self._device) for _ in range(2))
+        sent, arriving = (torch.zeros(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(2))
         shift = self._shift_early if self._early else self._shift_queued
         return statistics.median(shift(ring, sent, arriving, count, mail)[count // 4 :])
 

@@ -65,7 +65,7 @@ def test_finds_what_the_network_was_set_to():
     assert 1 / 2 < between.latency_s / LATENCY_S < 2
     assert 1 / 2 < between.bandwidth / PAYLOAD < 2 and 1 / 2 < between.port_bandwidth / PAYLOAD < 2
     assert inside.latency_s < LATENCY_S / 2 and inside.bandwidth > PAYLOAD
-    assert num_bytes < 3 * links.FEW * (links.MOST + links.PROBE) and seconds < 5
+    assert num_bytes < 3 * links.FEW * (links.MOST["cpu"] + links.PROBE) and seconds < 5
 
 
 def _whoever_asks(rank, world):
