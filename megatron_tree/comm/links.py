@@ -24,9 +24,9 @@ from .work import Mail, Pending, start_shift
 
 SMALL, PROBE = 8, 1 << 16  # bytes of a message
 MOST = {"cpu": 1 << 22, "cuda": 1 << 25}
-LONG_S = 5e-3  # for a large message, or so many times a small one's:
+LONG_S = 8e-3  # for a large message, or so many times a small one's:
 LONG = 4
-FEW, SEVERAL = 4, 8  # messages of one size; the first quarter is not counted: connections are made, windows open
+FEW, SEVERAL = 4, 8  # messages of one size; the last half count: connections are made before, and windows open
 
 Ring = tuple[int, ...]
 
@@ -60,7 +60,7 @@ class Links(NamedTuple):
 def measured_links(group, device: torch.device, *, timeout_s: float = 600.0) -> Links:
     """The links of a group whose tensors are on such a device, measured once. Collective; the same on every rank.
 
-    It takes a few ms where a message takes microseconds, 70 ms on 1 Gbit/s with 1 ms, half a second with 10 ms.
+    It takes some ms where a message takes microseconds, up to 100 on 1 Gbit/s with 1 ms, 600 on 100 Mbit/s with 10 ms.
     Raises: `CommError` if a rank fails, or a single wait takes longer than timeout_s.
     """
     found = GroupState.of(group).links
@@ -77,16 +77,19 @@ def _measure(group, hosts_of: Sequence, device: torch.device, timeout_s: float) 
     places = [tuple(r for r in place if r is not None) for place in itertools.zip_longest(*members.values())]
     across = [place for place in places if len(place) > 1]  # a ring for each place on a host
     inside = [tuple(ranks) for ranks in members.values() if len(ranks) > 1]
-    kinds = [inside, across[:1], across[1:] and across]  # the last: all ranks of a host at once, for its port
+    kinds = [inside, across[:1]]
     rings = _Rings(group, device, timeout_s)
     rings.slowest([])  # all are here, and NCCL has its communicator
     small = rings.slowest([rings.shift(x, SMALL, SEVERAL) for x in kinds])
     probes = rings.slowest([rings.shift(x, PROBE, FEW) for x in kinds])
-    most = MOST[rings.device.type]
-    sizes = [int(min(_long(_rate(PROBE, *seconds), seconds[1]), most)) for seconds in zip(probes, small)]
+    sizes = [_long(_rate(PROBE, *seconds), seconds[1], rings.device) for seconds in zip(probes, small)]
+    if across[1:]:  # all ranks of a host at once, for its port
+        kinds.append(across)
+        small.append(small[1])
+        sizes.append(max(sizes[1] // len(across), PROBE))
     large = rings.slowest([rings.shift(x, size, FEW) for x, size in zip(kinds, sizes)])
     rates = [_rate(size, *seconds) for size, *seconds in zip(sizes, large, small)]
-    port = max(rates[1], rates[2] * len(across)) if kinds[2] else rates[1]
+    port = max(rates[1], rates[2] * len(across)) if across[1:] else rates[1]
     return Links(
         inside=_link(small[0], rates[0], rates[0]) if inside else None,
         between=_link(small[1], rates[1], port) if across else None,
@@ -103,9 +106,9 @@ def _rate(num_bytes: int, seconds: float, small: float) -> float:
     return num_bytes / max(seconds - small, seconds / 2) if seconds else math.inf
 
 
-def _long(rate: float, small: float) -> float:
+def _long(rate: float, small: float, device: torch.device) -> int:
     """Bytes that take long enough to tell the bandwidth."""
-    return max(rate * max(LONG_S, LONG * small), PROBE)
+    return int(min(max(rate * max(LONG_S, LONG * small), PROBE), MOST[device.type]))
 
 
 class _Rings:
@@ -134,7 +137,7 @@ class _Rings:
             return 0.0
         sent, arriving = (torch.zeros(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(2))
         shift = self._shift_early if self._early else self._shift_queued
-        return statistics.median(shift(ring, sent, arriving, count, mail)[count // 4 :])
+        return statistics.median(shift(ring, sent, arriving, count, mail)[count // 2 :])
 
     def _shift_early(self, ring: Ring, sent, arriving, count: int, mail: Mail) -> list[float]:
         at, times = ring.index(self._state.rank), []
