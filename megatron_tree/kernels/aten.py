@@ -2,12 +2,13 @@
 
 Masks are cut into blocks (blocks.py): fully visible ones, square causal ones and, for sliding windows on the CPU,
 strips with an explicit mask. The kernels' backward reads `out` only to form delta = rowsum(dout * out). So it gets an
-`out` made to have the global delta (`_out_with_delta`), and the true one need not be sent.
+`out` made to have the global delta (upstream.py), and the true one need not be sent.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -15,14 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import AttnSpec
+from ..layout import Segment, join
 from ..merge import NEG_INF, empty_state, merge_into, state_dtype
 from .blocks import DIAGONAL, FULL, MASKED, Block, split
 from .kv_cache import KVCache, begins, decode_masked
 from .masks import window_mask
+from .upstream import out_with_delta
 
 _CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _CUDA_DTYPES = (torch.bfloat16, torch.float16)
 GPUS = ("cuda",)  # tests have others
+STRIP_ROWS, STRIP_KEYS = 64, 128  # of a square on the diagonal, forward and backward on a CPU
+MOST_STRIP_ROWS = 768  # from there on strips of rows save less than their masks cost
 
 
 def unsupported(q, k, v, spec: AttnSpec, *, flowing_lse: bool, masked: bool, decodes: bool) -> str | None:
@@ -66,7 +71,13 @@ def attn_fwd(
 ) -> tuple[Tensor, Tensor]:
     """See `Backend.attn_fwd`; out_dtype changes nothing. block_fwd: as `_block_fwd` (libraries.py)."""
     block_fwd = block_fwd or _block_fwd
-    blocks = _blocks(tuple(q_segments), tuple(k_segments), spec)
+    q_segments, k_segments = tuple(q_segments), tuple(k_segments)
+    if q_segments == k_segments and (by_position := _by_position(q_segments, q.shape[1], q.device)):
+        order, back, segments = by_position
+        q, k, v = (x.index_select(1, order) for x in (q, k, v))
+        out, lse = attn_fwd(q, k, v, q_segments=segments, k_segments=segments, spec=spec, block_fwd=block_fwd)
+        return out.index_select(1, back), lse.index_select(2, back)
+    blocks = _blocks(q_segments, k_segments, spec)
     b, s_q, h, _ = q.shape
     if len(blocks) == 1 and blocks[0].q_len == s_q and blocks[0].kind != MASKED:
         return block_fwd(q, k[:, blocks[0].k_rows], v[:, blocks[0].k_rows], blocks[0], None, spec)
@@ -92,6 +103,24 @@ def attn_fwd(
 def _blocks(q_segments: tuple, k_segments: tuple, spec: AttnSpec) -> tuple[Block, ...]:
     """`split`, once for all groups of heads and all layers."""
     return tuple(split(q_segments, k_segments, spec))
+
+
+@functools.lru_cache(maxsize=256)
+def _by_position(
+    segments: tuple, num_rows: int, device: torch.device
+) -> tuple[Tensor, Tensor, tuple[Segment, ...]] | None:
+    """The order of the rows by position, the way back, and the segments they then form; None where these are as many.
+
+    For a rank that holds whole documents in several shards, as after an exchange of heads: fewer and larger blocks take
+    less time than the copies.
+    """
+    by_position = sorted(segments, key=lambda x: (x.seq, x.pos))
+    first_rows = itertools.accumulate((x.length for x in by_position), initial=0)
+    joined = join(x._replace(row=row) for x, row in zip(by_position, first_rows))
+    if not joined or 2 * len(joined) > len(segments) or sum(x.length for x in joined) != num_rows:
+        return None
+    order = torch.cat([torch.arange(x.row, x.row + x.length) for x in by_position])
+    return order.to(device), order.argsort().to(device), joined
 
 
 def _together(blocks: tuple[Block, ...], q: Tensor, k: Tensor, v: Tensor) -> list[list[Block]]:
@@ -139,7 +168,7 @@ def attn_bwd(
     block_bwd = block_bwd or _block_bwd
     dtype = state_dtype(q.dtype)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
-    out = _out_with_delta(dout, delta)
+    out = out_with_delta(dout, delta)
     lse = torch.where(lse == NEG_INF, -NEG_INF, lse)  # rows that see nothing: exp(s - inf) = 0
     for block in _blocks(tuple(q_segments), tuple(k_segments), spec):
         rows, cols = block.q_rows, block.k_rows
@@ -155,47 +184,6 @@ def attn_bwd(
         for total, at, grad in zip((dq, dk, dv), (rows, cols, cols), grads):
             total[:, at] += grad
     return dq, dk, dv
-
-
-def _out_with_delta(dout: Tensor, delta: Tensor) -> Tensor:
-    """Some out [b, s, h, d_v] with rowsum(dout * out) = delta [b, h, s]: delta dout / |dout|^2.
-
-    In half precision: delta / dout at dout's largest entry. What rounding leaves goes to the second largest entry,
-    unless dout is too small there: rows that see few keys have dout.v - delta near 0, and need delta to more digits
-    than a half-precision number has. The entry is at most sqrt(d_v) |true out|: where that is too much for fp16 all
-    entries share delta.
-    """
-    if dout.dtype == delta.dtype:
-        norm = torch.linalg.vector_norm(dout, dim=-1, keepdim=True, dtype=torch.float64)  # squares stay above 0
-        norm = torch.where(norm == 0, 1.0, norm)
-        largest = torch.finfo(dout.dtype).max
-        return dout * (delta.transpose(1, 2)[..., None] / norm / norm).clamp(-largest, largest).to(dout.dtype)
-    where = _two_largest(dout)
-    top = dout.gather(-1, where).to(delta.dtype)
-    divisor = torch.where(top == 0, 1.0, top)
-    rest, entries = delta.transpose(1, 2)[..., None], []
-    for i in range(top.shape[-1]):
-        entry = torch.where(top[..., i : i + 1] == 0, 0.0, rest / divisor[..., i : i + 1])
-        if entries:
-            entry = torch.where(entry.abs() <= entries[0].abs(), entry, 0.0)
-        entries.append(entry.to(dout.dtype))
-        rest = rest - entries[-1].to(rest.dtype) * top[..., i : i + 1]
-    out = torch.zeros_like(dout).scatter_(-1, where, torch.cat(entries, -1))
-    delta = delta.transpose(1, 2)[..., None]
-    too_large = delta.abs() > torch.finfo(dout.dtype).max * top[..., :1].abs()
-    if dout.dtype == torch.float16 and too_large.any():
-        share = delta / dout.abs().sum(-1, keepdim=True, dtype=delta.dtype)
-        out = torch.where(too_large, dout.sign() * share.to(dout.dtype), out)
-    return out
-
-
-def _two_largest(x: Tensor) -> Tensor:
-    """Indices [..., 2] of the entries with the largest magnitudes, or [..., 1]. topk(2) takes thrice as long."""
-    size = x.abs()
-    first = size.max(-1, keepdim=True).indices
-    if x.shape[-1] == 1:
-        return first
-    return torch.cat((first, size.scatter_(-1, first, -1.0).max(-1, keepdim=True).indices), -1)
 
 
 def _mask(block: Block, q: Tensor, spec: AttnSpec) -> Tensor | None:
@@ -244,7 +232,7 @@ def _block_fwd(q, k, v, block, mask, spec: AttnSpec, *, empty_rows: bool = True)
     """
     d_v = v.shape[-1]
     causal = block is not None and block.kind == DIAGONAL
-    if causal and not _on_gpu(q) and q.shape[1] > _strip_rows(q.shape[1]):
+    if causal and not _on_gpu(q) and STRIP_ROWS < q.shape[1] <= MOST_STRIP_ROWS:
         return _diagonal_fwd(q, k, v, spec)
     v = k if d_v < k.shape[-1] and begins(v, k) else v  # instead of a copy of v that is as wide
     q, k, v = widen(width(q, v), q, k, v)
@@ -277,20 +265,15 @@ def flash_backward(dout, out, q, k, v, lse, causal: bool, scale: float) -> tuple
     )
 
 
-def _strip_rows(num_rows: int) -> int:
-    return 64 if num_rows <= 768 else 256  # from there on the kernel takes 256 rows at a time
-
-
 def _diagonal_fwd(q, k, v, spec: AttnSpec) -> tuple[Tensor, Tensor]:
     """`_block_fwd` of a square on the diagonal, in strips of rows with a mask.
 
     The kernel's own causal mask leaves out only whole pieces of 512 keys: up to twice the work.
     """
     n, parts = q.shape[1], []
-    step = _strip_rows(n)
-    steps = _steps(n, step, q.dtype)
-    for i in range(0, n, step):
-        end = min(i + step, n)
+    steps = _steps(n, STRIP_ROWS, q.dtype)
+    for i in range(0, n, STRIP_ROWS):
+        end = min(i + STRIP_ROWS, n)
         mask = steps[None, None, : end - i, n - i : n + end - i]  # row r sees columns up to i + r
         parts.append(_block_fwd(q[:, i:end], k[:, :end], v[:, :end], None, mask, spec, empty_rows=False))
     out, lse = zip(*parts)
@@ -305,25 +288,27 @@ def _steps(num_keys: int, rows: int, dtype: torch.dtype) -> Tensor:
 
 
 def _diagonal_bwd(dout, out, q, k, v, lse, spec: AttnSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """`_block_bwd` of a square on the diagonal, in strips of rows as in `_diagonal_fwd`."""
-    n, step = q.shape[1], 64
-    steps, dq = _steps(n, step, q.dtype), []
-    dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+    """`_block_bwd` of a square on the diagonal, in strips of keys: a small square with a mask, and the rows below."""
+    n, step = q.shape[1], STRIP_KEYS
+    dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    strips = []
     for i in range(0, n, step):
         end = min(i + step, n)
-        mask = steps[None, None, : end - i, n - i : n + end - i]
-        rows = (x[:, i:end] for x in (dout, out, q))
-        dq_part, *parts = _block_bwd(*rows, k[:, :end], v[:, :end], lse[..., i:end], None, mask, spec)
-        dq.append(dq_part)
-        for total, part in zip((dk, dv), parts):
-            total[:, :end] += part
-    return torch.cat(dq, 1), dk, dv
+        triangle = _steps(0, step, q.dtype)[None, None, : end - i, : end - i]
+        of_strip = None
+        for rows, mask in ((slice(i, end), triangle), (slice(end, n), None))[: 1 + (end < n)]:
+            row_tensors = (x[:, rows] for x in (dout, out, q))
+            dq_part, *dkv = _block_bwd(*row_tensors, k[:, i:end], v[:, i:end], lse[..., rows], None, mask, spec)
+            dq[:, rows] += dq_part
+            of_strip = dkv if of_strip is None else [x + y for x, y in zip(of_strip, dkv)]
+        strips.append(of_strip)
+    return dq, *(torch.cat(x, 1) for x in zip(*strips))
 
 
 def _block_bwd(dout, out, q, k, v, lse, block, mask, spec: AttnSpec) -> tuple[Tensor, Tensor, Tensor]:
     d, d_v, causal = q.shape[-1], v.shape[-1], block is not None and block.kind == DIAGONAL
     # the kernel's causal mask saves nothing within 512 keys; in half precision every strip's part would be rounded
-    if causal and not _on_gpu(q) and q.dtype == state_dtype(q.dtype) and 64 < q.shape[1] <= 512:
+    if causal and not _on_gpu(q) and q.dtype == state_dtype(q.dtype) and q.shape[1] > STRIP_KEYS:
         return _diagonal_bwd(dout, out, q, k, v, lse, spec)
     dout, out, q, k, v = widen(width(q, v), dout, out, q, k, v)
     if not _on_gpu(q):

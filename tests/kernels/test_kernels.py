@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron_tree import energy, kernels
 from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import aten, blocks, reference
+from megatron_tree.kernels.upstream import out_with_delta
 from megatron_tree.layout import Segment, join, positions_of, sequences_of, shard_positions, shard_segments
 from support.blocks import CELLS, check_block
 from support.states import merged
@@ -168,7 +169,7 @@ def test_scattered_keys_are_copied_where_that_is_cheaper(heads, n, calls, monkey
 
 @pytest.mark.parametrize("n", [64, 65, 200, 768, 1030])
 def test_long_diagonals_in_strips(n):
-    """torch's causal mask is replaced by strips of rows, each computed against no key behind the strip."""
+    """In small squares torch's causal mask is replaced by strips of rows, each against no key behind the strip."""
     spec, whole = AttnSpec(softmax_scale=0.3), (Segment(0, 0, n),)
     q, k, v, _ = inputs(n, n)
     calls, kernel = [], aten.widen
@@ -179,8 +180,21 @@ def test_long_diagonals_in_strips(n):
         aten.widen = kernel
     expected = energy.attention(q, k, v, spec=spec, keep=torch.ones(n, n, dtype=torch.bool).tril())
     torch.testing.assert_close((out, lse), expected, rtol=1e-12, atol=1e-12)
-    step = 64 if n <= 768 else 256
-    assert calls == [(min(step, n - i), min(i + step, n)) for i in range(0, n, step)]
+    assert calls == ([(n, n)] if n > 768 else [(min(64, n - i), min(i + 64, n)) for i in range(0, n, 64)])
+
+
+def test_shards_of_a_whole_document_are_put_in_order(monkeypatch):
+    """A rank that holds all shards of some heads computes one causal square; of several documents, one each."""
+    shards = [shard_segments(96, rank, 3)[::-1] for rank in range(3)]
+    segments = [x._replace(row=x.row + 32 * rank) for rank, of_rank in enumerate(shards) for x in of_rank]
+    segments += [Segment(96, 20, 20, 1), Segment(116, 0, 20, 1), Segment(136, 40, 8, 1)]
+    q, k, v, _ = inputs(144, 144)
+    options = dict(q_segments=segments, k_segments=segments, spec=AttnSpec(softmax_scale=0.3))
+    calls, kernel = [], aten.widen
+    monkeypatch.setattr(aten, "widen", lambda d, *x: calls.append(x[0].shape[1]) or kernel(d, *x))
+    found = aten.attn_fwd(q, k, v, **options)
+    torch.testing.assert_close(found, reference.attn_fwd(q, k, v, **options), rtol=1e-12, atol=1e-12)
+    assert calls == [64, 32, 48]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -208,16 +222,16 @@ def test_delta_in_full_precision(size):
     dout[:, 3] = 0
     dout = (dout * size).float()
     delta = (out * dout.double()).sum(-1).transpose(1, 2)
-    made = aten._out_with_delta(dout, delta.float()).double()
+    made = out_with_delta(dout, delta.float()).double()
     error = (made * dout.double()).sum(-1).transpose(1, 2) - delta
     assert made.isfinite().all() and not made[:, 3].any()
     assert (error.abs() <= 1e-6 * delta.abs()).all()
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 1)])
-@pytest.mark.parametrize("n", [65, 200, 512, 513])
+@pytest.mark.parametrize("n", [65, 200, 513])
 def test_diagonals_backward_in_strips(n, heads, monkeypatch):
-    """In full precision squares of up to 512 rows go strip by strip; the gradients are those of the whole square."""
+    """In full precision squares go by strips of keys, without the rows above; the gradients are the whole square's."""
     q, k, v, dout = inputs(n, n, heads, d_v=6)
     spec, whole = AttnSpec(softmax_scale=0.3), (Segment(0, 0, n),)
     truth = energy.attention_grads(q, k, v, dout, spec=spec, keep=torch.ones(n, n, dtype=torch.bool).tril())
@@ -227,7 +241,9 @@ def test_diagonals_backward_in_strips(n, heads, monkeypatch):
     monkeypatch.setattr(aten, "widen", lambda d, *x: calls.append((x[2].shape[1], x[3].shape[1])) or widen(d, *x))
     found = aten.attn_bwd(dout, q, k, v, lse, (out * dout).sum(-1).transpose(1, 2), **options)
     torch.testing.assert_close(found, truth, rtol=1e-11, atol=1e-11)
-    assert calls == ([(n, n)] if n > 512 else [(min(64, n - i), min(i + 64, n)) for i in range(0, n, 64)])
+    expected = {65: [(65, 65)], 200: [(128, 128), (72, 128), (72, 72)]}
+    expected[513] = [x for i in range(0, 512, 128) for x in ((128, 128), (385 - i, 128))] + [(1, 1)]
+    assert calls == expected[n]  # rows, keys
 
 
 def test_dispatch_says_why():
