@@ -13,11 +13,9 @@ import torch
 import torch.distributed as dist
 
 from .. import comm
-from ..config import AttnSpec
-from ..kernels import KVCache, attn_decode, attn_fwd
-from ..layout import Segment
 from ..plan import Level, Topology
-from .links import REPEATS, Links, Pair, now
+from . import compute
+from .links import REPEATS, Links, Pair
 
 _MAX_PAIRS = 4  # of one kind, measured one after another; the median counts
 _BURST = 65
@@ -25,10 +23,6 @@ _FIRST_BYTES = 1 << 16
 _MOST_BYTES = {"cpu": 1 << 24, "cuda": 1 << 28}
 _LONG_ENOUGH_S = 0.03  # for a large message: its latency is then negligible
 _SMALL_STATE, _LARGE_SHARE = 1 << 13, 1 << 20  # bytes per rank: a decode state; a share of keys and values
-_REPEATS = 5  # of a kernel
-_HEADS, _KV_HEADS, _HEAD_DIM = 16, 8, 128
-_CACHE_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}
-_ROWS = {"cpu": 512, "cuda": 8192}
 
 
 @dataclass(frozen=True)
@@ -68,20 +62,26 @@ def calibrate(
     hosts, backend = list(members.values()), comm.backend(dist.group.WORLD)
     say(f"{links.world} ranks on {len(hosts)} hosts, {backend} on {device.type}")
     levels, overhead_s, table = _measure_levels(links, hosts, say)
-    transport, wake_s, shared_s = "builtin", 0.0, 0.0
+    transport, wake_s, shared_s, chunk_s = "builtin", 0.0, 0.0, overhead_s  # a GPU's launches take about as long
     if backend == "gloo" and device.type == "cpu":
         transport = _faster_transport(links, hosts, table, say)
         say("decode reductions, all ranks at once")
         wake_s, shared_s = _measure_sharing(links, levels, hosts, overhead_s)
         table.append(("all ranks: wake up for a step", f"{wake_s * 1e6:.0f} us"))
         table.append(("all ranks: one message of any of them", f"{shared_s * 1e6:.0f} us"))
+        say("attention in head chunks")
+        chunk_s = compute.chunk_s(links, overhead_s)
     if memory_bandwidth is None:
         say("attention of one query (decode)")
-        memory_bandwidth = links.median(_memory_bandwidth(device))
+        memory_bandwidth = links.median(compute.memory_bandwidth(device))
+    byte_s = 0.0
     if flops is None:
-        say("attention of a sequence (forward)")
-        flops = links.median(_flops(device))
+        say("attention of a sequence (forward), alone and while messages are sent")
+        flops, share, byte_s = compute.compute(links, levels[-1].bandwidth, max(map(len, hosts)))
+        chunk_s /= share
     table += [
+        ("one more head chunk", f"{chunk_s * 1e6:.0f} us"),
+        ("compute lost for a MB sent", f"{byte_s * 1e12:.0f} us"),
         ("memory bandwidth in decode", f"{memory_bandwidth / 1e9:.3g} GB/s"),
         ("attention, forward", f"{flops / 1e12:.3g} TFLOP/s"),
         ("transport", transport),
@@ -91,6 +91,8 @@ def calibrate(
         levels=tuple(levels),
         host_size=max(map(len, hosts)),
         overhead_s=overhead_s,
+        chunk_s=chunk_s,
+        byte_s=byte_s,
         shared_overhead_s=shared_s,
         wake_s=wake_s,
         memory_bandwidth=memory_bandwidth,
@@ -205,31 +207,3 @@ def _measure_ports(links: Links, across: list[tuple[list[int], list[int]]], band
         latency_s = REPEATS * min(times.median for times in small)
         rates.append(REPEATS * len(pairs) * num_bytes / _without_latency(seconds, latency_s))
     return statistics.median(rates)
-
-
-def _memory_bandwidth(device: torch.device) -> float:
-    """Bytes/s at which `kernels.attn_decode` reads a bf16 KV cache that is larger than the processor's caches."""
-    slots = _CACHE_BYTES[device.type] // (2 * _KV_HEADS * _HEAD_DIM * 2)
-    q = torch.randn(1, 1, _HEADS, _HEAD_DIM).to(device, torch.bfloat16)
-    k, v = (torch.randn(1, slots, _KV_HEADS, _HEAD_DIM).to(device, torch.bfloat16) for _ in range(2))
-    spec = AttnSpec(softmax_scale=_HEAD_DIM**-0.5)
-    return (k.nbytes + v.nbytes) / _median_s(lambda: attn_decode(q, KVCache(k, v), spec), device)
-
-
-def _flops(device: torch.device) -> float:
-    """Matrix flop/s of `kernels.attn_fwd` in bf16 without a mask."""
-    rows = _ROWS[device.type]
-    q, k, v = (torch.randn(1, rows, _HEADS, _HEAD_DIM).to(device, torch.bfloat16) for _ in range(3))
-    whole = (Segment(row=0, pos=0, length=rows),)
-    spec = AttnSpec(causal=False, softmax_scale=_HEAD_DIM**-0.5)
-    seconds = _median_s(lambda: attn_fwd(q, k, v, q_segments=whole, k_segments=whole, spec=spec), device)
-    return 4 * _HEADS * rows * rows * _HEAD_DIM / seconds
-
-
-def _median_s(call, device: torch.device) -> float:
-    times = []
-    for _ in range(_REPEATS + 2):
-        start = now(device)
-        call()
-        times.append(now(device) - start)
-    return statistics.median(times[2:])

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..config import MaskBounds
 from ..layout import Sharding, by_document, visible_rows
 from .arrangement import Arrangement, HeadSplit
-from .cost import Phase, PlacedTopology, spread
+from .cost import Phase, PlacedTopology, Stage, spread
 from .plans import Cost, PassPlan
 from .sizes import CallSizes
 from .training import exchange_buffers, exchanges, packing_seconds, seconds_of_pass
@@ -82,26 +82,31 @@ def cast_plan(
         there, home = exchanges(placed, arrangement, sizes, chunks, backward, x, sent, part)
         casts = []
         for rows in (flow.sent, flow.returned if backward else Counter()):
-            stage = [
+            phases = [
                 Phase(i, flow.messages[i], n * row_bytes / chunks, placed.behind(x, i)) for i, n in rows.items() if n
             ]
-            busy = placed.busy(stage, None if placed.direct else 1, posted=False)
-            casts.append([busy | ({} if placed.direct else {"gather": max(busy.values())})] if busy else [])
+            casts.append([_cast_stage(placed, phases)] if phases else [])
             for i, n in rows.items():
                 sent[i] += part * n * row_bytes
         probes.append([there, casts[0], casts[1], home])
         most = max(most, flow.received)
-    launch = placed.topology.overhead_s
+    rest_s = (compute - local_s) / chunks + placed.topology.chunk_s
     alive = min(chunks, 2) / chunks
     buffers = most * row_bytes * (alive * (2 if backward else 1) + (sizes.widening / chunks if backward else 0))
     packing = packing_seconds(placed, sizes, chunks, backward) if u > 1 else 0.0
     cost = Cost(
-        time_s=seconds_of_pass(
-            probes, chunks, local_s, (compute - local_s) / chunks + launch, together=u == 1, packing=packing
-        ),
+        time_s=seconds_of_pass(probes, chunks, local_s, rest_s, together=u == 1, packing=packing),
         compute_s=compute,
         bytes_per_level=tuple(sent),
         steps=chunks * (1 + backward + 2 * (u > 1)),
         peak_bytes=round(buffers + (exchange_buffers(sizes, chunks, backward) if u > 1 else 0)),
     )
     return PassPlan(schedule="cast", arrangement=arrangement, head_chunks=chunks, cost=cost)
+
+
+def _cast_stage(placed: PlacedTopology, phases: list[Phase]) -> Stage:
+    """A built-in exchange takes the stream of gathers."""
+    if placed.direct:
+        return placed.stage(phases, posted=False)
+    busy = placed.busy(phases, 1, posted=False)
+    return Stage(busy | {"gather": max(busy.values())})

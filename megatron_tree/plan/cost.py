@@ -5,7 +5,8 @@ A **phase** is what one rank sends over one level at once. Phases of different l
 
     latency * hops + max(bytes of the rank / bandwidth, bytes of all ranks behind the port / port_bandwidth)
 
-seconds. The slowest level counts, plus the overhead of all calls (of all ranks' messages, where ranks share cores).
+seconds. The slowest level counts, plus the overhead of all calls (of all ranks' messages, where ranks share cores),
+during which a rank without GPU streams computes nothing. Copying what is sent slows its compute, too.
 gloo sends a message only after its receiver has reported that it is ready. Unless receives are posted early, this takes
 one more latency, which overlaps with the overheads. Bytes follow from the ranks' actual positions. Ranks with the same
 distances to their peers have the same cost, so the costs of a few probes are enough.
@@ -37,6 +38,21 @@ class Phase(NamedTuple):
     """Ranks that send as much through the same port, this one included."""
     hops: int = 1
     """Latencies that add up."""
+
+
+class Stage(NamedTuple):
+    """Phases that run at the same time, for a `PassClock`."""
+
+    busy: dict[object, float]
+    """Seconds by resource: the levels of a topology and, for built-in collectives, their stream."""
+    posting: float = 0.0
+    """Seconds in which the rank posts messages, before anything is sent."""
+    copying: float = 0.0
+    """Seconds of the rank's compute that it loses while they are sent."""
+
+    @property
+    def seconds(self) -> float:
+        return self.posting + max(self.busy.values())
 
 
 class PlacedTopology:
@@ -109,10 +125,20 @@ class PlacedTopology:
             moved[phase.level] = max(moved.get(phase.level, 0.0), phase.hops * level.latency_s + flow)
             ready = max(ready, 0.0 if posted or not self.direct else level.latency_s)
             messages += phase.messages
-        calls_s = (messages if calls is None else calls) * self.topology.overhead_s
-        all_ranks_s = messages * (self.world if active is None else active) * self.topology.shared_overhead_s
-        start = max(ready, calls_s, all_ranks_s) + (self.topology.wake_s if messages else 0.0)
+        start = max(ready, self.posting(messages, calls, active)) + (self.topology.wake_s if messages else 0.0)
         return {level: start + seconds for level, seconds in moved.items()}
+
+    def posting(self, messages: int, calls: int | None = None, active: int | None = None) -> float:
+        """Seconds of a rank's CPU time for its messages, and while it waits for a core; arguments as in `busy`."""
+        calls_s = (messages if calls is None else calls) * self.topology.overhead_s
+        return max(calls_s, messages * (self.world if active is None else active) * self.topology.shared_overhead_s)
+
+    def stage(self, phases: Iterable[Phase], *, posted: bool) -> Stage:
+        """Of messages that the rank itself posts and copies (the direct transport)."""
+        phases = list(phases)
+        posting = self.posting(sum(phase.messages for phase in phases))
+        links = {level: seconds - posting for level, seconds in self.busy(phases, posted=posted).items()}
+        return Stage(links, posting, self.topology.byte_s * sum(phase.bytes for phase in phases))
 
     def exchange(self, counts: Callable[[int], Counter], message_bytes: float, calls: int | None = None):
         """Every rank sends messages of one size at once; `counts(position)` gives their number over each level.
@@ -161,8 +187,7 @@ def spread(n: int) -> tuple[int, ...]:
 class PassClock:
     """Predicts a pass by running through it: what is sent keeps its links busy, what is computed keeps the rank busy.
 
-    A stage is seconds by resource: the levels of a topology and, for built-in collectives, their stream. Stages that
-    use the same resource follow one another.
+    Stages that use the same resource follow one another.
     """
 
     def __init__(self):
@@ -172,7 +197,7 @@ class PassClock:
     def compute(self, seconds: float) -> None:
         self.now += seconds
 
-    def start(self, stages: Iterable[dict]) -> InFlight:
+    def start(self, stages: Iterable[Stage]) -> InFlight:
         """Start the first of a collective's stages."""
         sent = InFlight(list(stages))
         self.advance(sent)
@@ -182,9 +207,12 @@ class PassClock:
         """Wait for the stage under way, and start the next."""
         self.now = max(self.now, sent.done)
         if sent.stages:
-            for resource, seconds in sent.stages.pop(0).items():
+            stage = sent.stages.pop(0)
+            self.compute(stage.posting)
+            for resource, seconds in stage.busy.items():
                 free = self._free[resource] = max(self.now, self._free.get(resource, 0.0)) + seconds
                 sent.done = max(sent.done, free)
+            self.compute(stage.copying)
 
     def wait(self, sent: InFlight) -> None:
         while sent.stages:
@@ -196,5 +224,5 @@ class PassClock:
 class InFlight:
     """A collective under way: the stages that are left, and when the one under way is done."""
 
-    stages: list[dict]
+    stages: list[Stage]
     done: float = 0.0

@@ -45,6 +45,12 @@ class Topology:
     """Largest number of ranks on one host. Smaller than the innermost level's size where that level spans hosts."""
     overhead_s: float
     """Seconds of a rank's CPU time per message (per collective, if builtin), in addition to latency."""
+    chunk_s: float = 0.0
+    """Seconds of a rank for each head chunk of a pass, or step of a ring, beside its share of compute and messages:
+    kernel calls and, on a CPU, Python. On a GPU the launches alone, since its host runs ahead."""
+    byte_s: float = 0.0
+    """Seconds of compute that a rank loses for each byte that it sends while it computes: what copies messages on a CPU
+    takes from the cores that compute. 0 on GPUs."""
     shared_overhead_s: float = 0.0
     """Seconds by which one message of *any* rank delays all ranks, where ranks share too few cores, as on an emulated
     cluster. 0 where every rank has its own core."""
@@ -64,7 +70,7 @@ class Topology:
         if not self.levels:
             raise ValueError(f"{self._where}: levels is empty: name at least one kind of link")
         _check_count(self._where, "host_size", self.host_size, least=1)
-        for name in ("overhead_s", "shared_overhead_s", "wake_s", "memory_bandwidth", "flops"):
+        for name in ("overhead_s", "chunk_s", "byte_s", "shared_overhead_s", "wake_s", "memory_bandwidth", "flops"):
             _check_number(self._where, name, getattr(self, name), zero=name.endswith("_s"))
         for i, level in enumerate(self.levels):
             where = f"{self._where}, level {level.name!r}"

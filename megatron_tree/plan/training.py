@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..comm.stages import Stages, run_stages
 from .arrangement import Arrangement, HeadSplit
-from .cost import PassClock, Phase, PlacedTopology
+from .cost import PassClock, Phase, PlacedTopology, Stage
 from .plans import Cost, PassPlan
 from .sizes import CallSizes
 
@@ -63,7 +63,7 @@ def peers_of(placed: PlacedTopology, arrangement: Arrangement) -> tuple[tuple[in
     return tuple((xs[0], *peers, len(xs) / len(placed.probes)) for peers, xs in positions_of.items())
 
 
-def _stages(placed: PlacedTopology, collectives: list[list[tuple[tuple, float]]], lane: str) -> list[dict]:
+def _stages(placed: PlacedTopology, collectives: list[list[tuple[tuple, float]]], lane: str) -> list[Stage]:
     """The stages of one rank's collectives (in its key team and its query team) that start together, for a `PassClock`.
 
     With the direct transport all collectives run at once, stage by stage. Built-in collectives run one after another on
@@ -73,7 +73,7 @@ def _stages(placed: PlacedTopology, collectives: list[list[tuple[tuple, float]]]
         stages = [[part[i] for part in collectives if i < len(part)] for i in range(2)]
     else:
         stages = [[stage] for part in collectives for stage in part]
-    busy = []
+    direct, builtin = [], []
     for n, parts in enumerate(stages):
         phases: dict[int, Phase] = {}
         for peers, share in parts:
@@ -81,15 +81,19 @@ def _stages(placed: PlacedTopology, collectives: list[list[tuple[tuple, float]]]
                 _, messages, size, *_ = phases.get(level, Phase(level, 0, 0.0))
                 hops = count if lane == "gather" and not placed.direct else 1
                 phases[level] = Phase(level, messages + count, size + count * share, sharers, hops)
-        if phases:
+        if phases and placed.direct:
             posted = lane == "gather" and n > 0  # receives of a gather's second stage are posted with the first
-            busy.append(placed.busy(phases.values(), None if placed.direct else 1, posted=posted))
-    if placed.direct or not busy:
-        return busy
-    levels = sorted({level for stage in busy for level in stage})
+            direct.append(placed.stage(phases.values(), posted=posted))
+        elif phases:
+            builtin.append(placed.busy(phases.values(), 1))
+    if not builtin:
+        return direct
+    levels = sorted({level for busy in builtin for level in busy})
     return [
-        {lane: sum(max(stage.values()) for stage in busy)}
-        | {level: sum(stage.get(level, 0.0) for stage in busy) for level in levels}
+        Stage(
+            {lane: sum(max(busy.values()) for busy in builtin)}
+            | {level: sum(busy.get(level, 0.0) for busy in builtin) for level in levels}
+        )
     ]
 
 
@@ -123,7 +127,7 @@ def exchanges(
     x: int,
     sent: list[float],
     part: float,
-) -> tuple[list[dict], list[dict]]:
+) -> tuple[list[Stage], list[Stage]]:
     """Stages of one chunk's exchange of heads before and after attention, at position x; adds `part` of all chunks'
     bytes to `sent`."""
     u = arrangement.u
@@ -158,7 +162,8 @@ def grid_plan(
     probes, steps = [], 0
     compute = sizes.seconds(placed.topology, backward)
     local_s = compute / (a * b) if local_first else 0.0
-    rest_s = (compute - local_s) / chunks + (placed.topology.overhead_s if placed.world > 1 else 0.0)
+    rest_s = (compute - local_s + _copying(placed, sizes, arrangement.grid, backward)) / chunks
+    rest_s += placed.topology.chunk_s if placed.world > 1 else 0.0
     for x, keys, queries, part in peers_of(placed, arrangement):
         gathers = [keys.stages(along / chunks, reduce=False), queries.stages(down / chunks, reduce=False)]
         reduces = [queries.stages(up / chunks, reduce=True), keys.stages(back / chunks, reduce=True)]
@@ -181,18 +186,29 @@ def grid_plan(
     return PassPlan(schedule="grid", arrangement=arrangement, head_chunks=chunks, cost=cost)
 
 
-def _network_seconds(stages: list[list[dict]]) -> float:
-    return sum(max(stage.values()) for collective in stages for stage in collective)
+def _network_seconds(stages: list[list[Stage]]) -> float:
+    return sum(stage.seconds for collective in stages for stage in collective)
 
 
 def packing_seconds(placed: PlacedTopology, sizes: CallSizes, chunks: int, backward: bool) -> float:
     """Seconds in which a rank packs one chunk's heads for the exchange, and again those of its results: everything is
-    read and written once before its exchange, and once after it."""
-    return 2 * sum(sizes.exchanged(backward)) / chunks / placed.topology.memory_bandwidth
+    read and written once before its exchange, and once after it. On a CPU both exchanges together cost as many calls
+    as the chunk's attention."""
+    copied = 2 * sum(sizes.exchanged(backward)) / chunks / placed.topology.memory_bandwidth
+    return copied + (placed.topology.chunk_s / 2 if placed.direct else 0.0)
+
+
+def _copying(placed: PlacedTopology, sizes: CallSizes, grid: tuple[int, int], backward: bool) -> float:
+    """Seconds in which a CPU rank reads and writes what it sends, and merges what it reduces. On a GPU the streams of
+    the collectives do this."""
+    (down, up), (along, back) = sizes.in_query_team(backward), sizes.in_key_team(backward)
+    teams = ((n, 2 * sent + 3 * n * reduced) for n, sent, reduced in zip(grid, (down, along), (up, back)))
+    moved = sum(num_bytes for n, num_bytes in teams if n > 1)
+    return moved / placed.topology.memory_bandwidth if placed.direct else 0.0
 
 
 def seconds_of_pass(
-    probes: list[list[list[dict]]], chunks: int, local_s: float, rest_s: float, *, together: bool, packing: float = 0.0
+    probes: list[list[list[Stage]]], chunks: int, local_s: float, rest_s: float, *, together: bool, packing: float = 0.0
 ) -> float:
     """Seconds of a pass on the slowest of the probes.
 
@@ -209,7 +225,7 @@ def seconds_of_pass(
 class _PredictedChunk(Stages):
     """A head chunk whose messages and computation take their predicted time."""
 
-    def __init__(self, clock: PassClock, stages: list[list[dict]], local: float, rest: float, packing: float):
+    def __init__(self, clock: PassClock, stages: list[list[Stage]], local: float, rest: float, packing: float):
         self.clock, self.local, self.rest, self.packing = clock, local, rest, packing
         self.there, self.gathers, self.reductions, self.home = stages
 
@@ -256,8 +272,14 @@ def ring_plan(
     sharers = arrangement.heads[1]
     step, each = placed.shift(shifted, hops, sharers)
     local_s = compute / n
-    other_s = local_s + placed.topology.overhead_s  # launches count as for the grid: not that of the local shard
-    time = max(step, local_s) + (n - 2) * max(step, other_s) + other_s if n > 1 else compute
+    sending = merging = 0.0  # a step's seconds of compute that a CPU rank loses
+    if placed.direct:
+        sending = placed.posting(len(shifted)) + sum(shifted) * placed.topology.byte_s
+        merging = 3 * results / placed.topology.memory_bandwidth
+    other_s = local_s + merging + placed.topology.chunk_s  # a step is a chunk, except for that of the local shard
+    time = compute
+    if n > 1:
+        time = max(step, local_s + sending) + (n - 2) * max(step, other_s + sending) + other_s
     sent, steps = [(n - 1) * size for size in each], n - 1
     if backward and n > 1:  # the gradient of KV goes one hop further than KV: home
         home, last = placed.shift([sizes.kv], hops, sharers)

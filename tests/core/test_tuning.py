@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron_tree import TreeConfig, shard_sequence, tree_attn_func
 from support.ranks import run_distributed
 
-SEQ, HEADS, DIM = 64, 4, 16
+SEQ, HEADS, DIM = 256, 8, 64  # enough bytes that heads over all ranks is worth a try
 CALLS = 60
 
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from megatron_tree.config import MaskBounds
 from megatron_tree.layout import Sharding
 from megatron_tree.plan import Mask, Shape, grids, known_topologies, load_topology, place, plan_training
+from megatron_tree.plan.cost import Stage
 from megatron_tree.plan.training import seconds_of_pass
-from support.plans import DGX, ETHERNET, GQA4, GQA8, MHA, backward_words, forward_words, ring, training
+from support.plans import DGX, ETHERNET, GQA4, GQA8, MHA, NO_COPIES, backward_words, forward_words, ring, training
 
 WORDS = forward_words, backward_words
 NETWORKS = {
@@ -36,7 +37,7 @@ def test_fewest_words():
 @pytest.mark.parametrize("shape", [MHA, GQA4, Shape(32, 1, 128, 128), Shape(16, 4, 192, 128)])
 def test_planner_chooses_the_smallest_volume(world, shape):
     """On a flat network that is the bottleneck, the fastest grid is the one that sends the fewest bytes."""
-    slow = dataclasses.replace(ETHERNET, flops=1e18)
+    slow = dataclasses.replace(NO_COPIES, flops=1e18)
     plan = training(world, shape, slow, bytes_per_word=4)
     sizes = [u for u in range(1, min(world, shape.num_heads) + 1) if world % u == 0]
     least = min(sum(min(words(g, shape, u) for g in grids(world // u)) for words in WORDS) for u in sizes)
@@ -48,7 +49,7 @@ def test_planner_chooses_the_smallest_volume(world, shape):
 
 
 @pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize(("shape", "limits"), [(MHA, (0.41, 0.15)), (GQA4, (0.99, 0.45)), (GQA8, (0.89, 0.7))])
+@pytest.mark.parametrize(("shape", "limits"), [(MHA, (0.41, 0.15)), (GQA4, (0.99, 0.45)), (GQA8, (0.93, 0.7))])
 @pytest.mark.parametrize("seq_len", [64 * 1024, 1 << 20])
 def test_64_ranks_send_a_fraction_of_the_rings_bytes(network, shape, limits, seq_len):
     """Over the outermost level, where a ring of nodes sends 8 times less than one of single ranks. limits: for the
@@ -136,7 +137,7 @@ def test_head_chunks_overlap_communication_and_bound_memory():
 @settings(max_examples=100, deadline=None)
 def test_pipeline_bounds(groups, gather, reduce, own, compute):
     """Never faster than compute or the network alone, never slower than one after the other."""
-    stages = [[], [{"network": x} for x in gather], [{"network": x} for x in reduce], []]
+    stages = [[], [Stage({"network": x}) for x in gather], [Stage({"network": x}) for x in reduce], []]
     time_s = seconds_of_pass([stages], groups, own, compute, together=True)
     busy, network = own + groups * compute, groups * (sum(gather) + sum(reduce))
     assert max(busy, network) <= time_s * (1 + 1e-9) + 1e-9
@@ -168,10 +169,10 @@ def test_the_placement_must_be_the_groups():
 
 def test_the_ring_hides_what_takes_less():
     """Each shift runs under a share's compute, and the slower of the two counts, not their sum."""
-    fast = dataclasses.replace(ETHERNET, flops=1e18)
+    fast = dataclasses.replace(NO_COPIES, flops=1e18)
     long, short, shifts = (
         ring(training(8, MHA, topology, seq_len=n))[0].cost
-        for topology, n in ((ETHERNET, 1 << 22), (ETHERNET, 1 << 13), (fast, 1 << 13))
+        for topology, n in ((NO_COPIES, 1 << 22), (NO_COPIES, 1 << 13), (fast, 1 << 13))
     )
     assert long.time_s == pytest.approx(long.compute_s), "all shifts are hidden"
     assert short.compute_s / 8 < shifts.time_s / 7

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from megatron_tree.plan import Shape, load_topology
-from support.plans import DGX, ETHERNET, GQA4, GQA8, MHA, MQA, training
+from support.plans import DGX, ETHERNET, GQA4, GQA8, MHA, MQA, NO_COPIES, training
 
 
 def fastest_pair(plan, allowed=lambda candidate: True):
@@ -40,7 +40,7 @@ def test_no_rival_is_faster_by_more_than_1_percent(name, world, shape):
 def test_a_ring_is_taken_only_where_all_others_take_1_percent_longer():
     hosts, taken = [n // 8 for n in range(512)], []
     for seq_len in (1 << 15, 1 << 18, 1 << 22):
-        plan = training(512, GQA4, ETHERNET, hosts, seq_len=seq_len)
+        plan = training(512, GQA4, NO_COPIES, hosts, seq_len=seq_len)
         trees = fastest_pair(plan, lambda c: c.schedule != "ring")
         is_ring = "ring" in (plan.forward.schedule, plan.backward.schedule)
         assert is_ring == (1.01 * fastest_pair(plan) < trees)
@@ -83,6 +83,37 @@ def test_the_ring_is_the_last_resort():
         training(16, one, memory_budget=least - 1)
     with pytest.raises(ValueError, match=f"the least that this schedule needs is {4 * kv} bytes"):
         training(16, one, schedule="ring", memory_budget=4 * kv - 1)
+
+
+EMULATED = """
+# `megatron-tree calibrate` on four emulated nodes of one rank, 1 ms and 1 Gbit/s, that share two busy cores
+name: emulated
+transport: direct
+host_size: 1
+overhead_s: 1.6e-4
+chunk_s: 1.2e-2
+byte_s: 5.0e-9
+shared_overhead_s: 1.9e-4
+wake_s: 1.1e-4
+memory_bandwidth: 1.0e+9
+flops: 3.8e+9
+levels:
+  - {name: network, size: 0, latency_s: 1.2e-3, bandwidth: 1.14e+8, port_bandwidth: 1.14e+8}
+"""
+
+
+@pytest.mark.parametrize("seq_len", [2048, 8192])
+def test_ranks_that_share_cores_take_few_head_chunks(seq_len, tmp_path):
+    """Heads over all ranks with as many KV heads as query heads, which sends less than a grid. With four query heads
+    to a KV head, keys are gathered at the shorter length, and never all heads exchanged."""
+    (tmp_path / "emulated.yaml").write_text(EMULATED)
+    call = dict(topology=load_topology(tmp_path / "emulated.yaml"), seq_len=seq_len, bytes_per_word=4)
+    mha, gqa = (training(4, Shape(8, h_kv, 64, 64), **call) for h_kv in (8, 2))
+    for chosen in (mha.forward, mha.backward):
+        assert (chosen.ulysses_size, chosen.head_chunks) == (4, 1), str(chosen)
+    for chosen in (gqa.forward, gqa.backward):
+        assert chosen.ulysses_size < 4 and chosen.head_chunks == 1, str(chosen)
+        assert (chosen.ulysses_size, chosen.grid) == (1, (1, 4)) or seq_len > 2048, str(chosen)
 
 
 @pytest.mark.parametrize("ranks", [8, 7])  # 4,096 ranks on nodes of 7 leave one for the last node: nothing is alike

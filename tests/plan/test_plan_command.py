@@ -77,8 +77,9 @@ def test_tensor_parallel_ranks_share_the_heads(capsys, kv_heads, each):
 
 
 def test_the_budget(capsys):
-    largest = max(c["peak_bytes"] for c in planned(capsys, *SMALL, "--pass", "backward")["backward"])
-    assert main([*SMALL, "--pass", "backward", "--all", "--memory-budget", str(largest - 1)]) == 0
+    found = planned(capsys, *SMALL, "--pass", "backward")["backward"]
+    ring = max(c["peak_bytes"] for c in found if c["schedule"] == "ring")  # others may take more head chunks
+    assert main([*SMALL, "--pass", "backward", "--all", "--memory-budget", str(ring - 1)]) == 0
     assert "beyond --memory-budget" in capsys.readouterr().out
 
 

@@ -1,8 +1,11 @@
 """Plans of training calls on made-up clusters, and the words that they send by the formulas of docs/design.md."""
 
+import dataclasses
+
 from megatron_tree.plan import HeadSplit, Shape, default_topology, place, plan_training
 
 DGX, ETHERNET = default_topology("nccl"), default_topology("gloo")
+NO_COPIES = dataclasses.replace(ETHERNET, memory_bandwidth=1e18, chunk_s=0.0, byte_s=0.0)  # links and products alone
 MHA, GQA4, GQA8 = Shape(32, 32, 128, 128), Shape(32, 8, 128, 128), Shape(64, 8, 128, 128)
 MQA = Shape(16, 1, 128, 128)
 

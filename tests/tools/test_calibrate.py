@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_tree.bench import kernel_cases
 from megatron_tree.bench.kernel_cases import KernelCase
-from megatron_tree.calibrate import calibrate, cluster, command, links
+from megatron_tree.calibrate import calibrate, cluster, command, compute, links
 from megatron_tree.calibrate.backends import keep_fastest
 from megatron_tree.emulate import Cluster
 from megatron_tree.kernels import fastest
@@ -54,8 +54,9 @@ def test_finds_what_the_network_was_set_to(tmp_path):
 def _on_one_host(rank, world):
     """Kernels, too, on small tensors."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(cluster._CACHE_BYTES, "cpu", 1 << 20)
-        patch.setitem(cluster._ROWS, "cpu", 64)
+        patch.setitem(compute.CACHE_BYTES, "cpu", 1 << 20)
+        patch.setitem(compute.ROWS, "cpu", 64)
+        patch.setattr(compute, "SENT_S", 1e-3)
         lines = []
         return calibrate(CPU, name="local", say=lines.append), lines
 
@@ -69,6 +70,7 @@ def test_one_host():
     assert lines[0] == "3 ranks on 1 hosts, gloo on cpu" and len(lines) > 4
     assert "transport" in dict(found.table)
     assert 1e6 < found.topology.memory_bandwidth < 1e13 and 1e6 < found.topology.flops < 1e15
+    assert 0 < found.topology.chunk_s < 0.1 and 0 <= found.topology.byte_s < 1e-5
 
 
 class _BusyLinks:
