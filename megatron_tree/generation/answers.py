@@ -63,11 +63,11 @@ class Recorder(Executor):
         del drafted[max(0, len(drafted) - (self.length(handle) - length)) :]
         super().crop(handle, length)
 
-    def step(self, handles: list[int], tokens: list[list[int]]) -> Tensor:
-        for handle, (token, *drafted) in zip(handles, tokens, strict=True):
+    def step(self, handles: list[int], tokens: list[int], drafted: list[list[int]]) -> Tensor:
+        for handle, token, after in zip(handles, tokens, drafted or [[]] * len(handles), strict=True):
             self._record(handle, [*self._drafted[handle], token])
-            self._drafted[handle] = drafted
-        logits = super().step(handles, tokens)
+            self._drafted[handle] = list(after)
+        logits = super().step(handles, tokens, drafted)
         if self._keep_logits:
             self._last |= zip(handles, logits, strict=True)
         return logits
@@ -88,7 +88,7 @@ class Recorder(Executor):
         self._done += len(tokens)
         self.prefill_s += self._now() - start
         if self._keep_logits:
-            self._last[handle] = logits[None]
+            self._last[handle] = logits
         return logits
 
     def _record(self, handle: int, tokens: list[int]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..cache.runner import RowRunner
 from .images import unpacked
-from .plans import Operation, PrefillRows, apply
+from .plans import Operation, apply
 
 
 class Executor:
@@ -25,12 +25,12 @@ class Executor:
 
     @torch.no_grad()
     def run(self, operations: Sequence[Operation]) -> list[Tensor]:
-        """The logits of those that have some, in their order; of `PrefillRows` each row's."""
+        """The logits of those that have some, in their order."""
         outputs = []
         for operation in operations:
             logits = apply(operation, self)
             if logits is not None:
-                outputs += logits if isinstance(operation, PrefillRows) else [logits]
+                outputs.append(logits)
         return outputs
 
     def add(self, handle: int) -> None:
@@ -49,14 +49,15 @@ class Executor:
     def end(self, handle: int, token: int | None, reason: str, error: str | None) -> None:
         """The answer in a kept row has ended."""
 
-    def step(self, handles: list[int], tokens: list[list[int]]) -> Tensor:
+    def step(self, handles: list[int], tokens: list[int], drafted: list[list[int]]) -> Tensor:
         """Logits fp32 [rows, n, vocab] for up to n tokens of each row; those with fewer are padded for this pass."""
         runner, rows = self.runner, [self._rows[handle] for handle in handles]
-        longest = max(map(len, tokens))
-        short = [(row, runner.length(row) + len(new)) for row, new in zip(rows, tokens) if len(new) < longest]
-        if short:
-            tokens = [new + new[-1:] * (longest - len(new)) for new in tokens]
-        logits = runner.step(rows, self._tensor(tokens))
+        if not drafted:
+            return runner.step(rows, self._tensor(tokens)[:, None])
+        news = [[token, *after] for token, after in zip(tokens, drafted, strict=True)]
+        longest = max(map(len, news))
+        short = [(row, runner.length(row) + len(new)) for row, new in zip(rows, news) if len(new) < longest]
+        logits = runner.step(rows, self._tensor([new + new[-1:] * (longest - len(new)) for new in news]))
         for row, end in short:
             runner.crop(row, end)
         return logits
@@ -65,13 +66,13 @@ class Executor:
         self._embedded[handle] = self.runner.embed(self._tensor(tokens), unpacked(images))
 
     def prefill(self, handle: int, tokens: list[int], row_length: int, **options) -> Tensor:
-        """Logits fp32 [vocab] of the last of these tokens."""
+        """Logits fp32 [1, vocab] of the last of these tokens."""
         options |= self._prefill_options
         if (embedded := self._embedded.get(handle)) is not None:
             options["embedded"] = embedded
             if self.length(handle) + len(tokens) >= embedded.num_tokens:
                 del self._embedded[handle]
-        return self.runner.prefill(self._rows[handle], self._tensor(tokens), row_length=row_length, **options)
+        return self.runner.prefill(self._rows[handle], self._tensor(tokens), row_length=row_length, **options)[None]
 
     def prefill_rows(self, handles: list[int], prompts: list[list[int]]) -> Tensor:
         """Logits fp32 [rows, vocab] of the last tokens."""

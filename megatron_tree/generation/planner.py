@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from ..errors import TreeError
 from .executor import Executor
 from .images import packed
 from .plans import Crop, Embed, End, Operation, Prefill, PrefillRows, Score, Step
-from .requests import ActiveAnswer, ServedRequest
+from .requests import ActiveAnswer, ServedRequest, append_tokens
 from .room import Room
 from .sampler import Choice, choose_tokens, with_logprobs
 from .speculation import Speculation
@@ -47,7 +48,7 @@ class StepPlanner:
         self.room = Room(executor, max_rows=max_rows, keep_bytes=keep_bytes)
         self._speculation = speculation
         self._stepping: list[ActiveAnswer] = []  # whose logits the current plan returns
-        self._filling: list[tuple[ActiveAnswer, list[int]]] = []  # whose rows it fills, and with what
+        self._filling: list[list[tuple[ActiveAnswer, list[int]]]] = []  # whose rows it fills, and with what, by pass
 
     @property
     def has_work(self) -> bool:
@@ -56,7 +57,7 @@ class StepPlanner:
     def cancel(self, request: ServedRequest) -> None:
         """End a request that waits or is served."""
         for answer in request.unfinished:
-            self._end(answer, None, answer.stopper.flush(), "cancelled")
+            self._end(answer, None, answer.stopper.flush(), finish_reason="cancelled")
 
     def plan(self) -> list[Operation]:
         """What to do in this turn: append a token to every row that is ready, and a chunk of a prompt to another.
@@ -72,28 +73,27 @@ class StepPlanner:
         operations: list[Operation] = room.operations
         room.operations = []
         ready = room.answers_with_rows()
-        to_fill = [answer for answer in ready if not answer.is_filled]
+        to_fill = [answer for answer in ready if not answer.filled]
         if to_fill:
-            ready = [] if self._prefill_first else [answer for answer in ready if answer.is_filled]
+            ready = [] if self._prefill_first else [answer for answer in ready if answer.filled]
         self._stepping = ready
-        if self._stepping:
-            self._draft()
-            tokens = [[answer.token, *answer.drafted] for answer in self._stepping]
-            operations.append(Step([answer.handle for answer in self._stepping], tokens))
-            for answer in self._stepping:
-                answer.append_token()
-        operations += self._fill(to_fill, size if self._stepping else max(size, TOGETHER))
+        if ready:
+            drafted = [] if self._speculation is None else self._draft()
+            operations.append(Step([a.handle for a in ready], [a.token for a in ready], drafted))
+            append_tokens(ready)
+        operations += self._fill(to_fill, size if ready else max(size, TOGETHER))
         return operations
 
     def _fill(self, to_fill: list[ActiveAnswer], limit: int) -> list[Operation]:
         """Prefill short prompts together, of at most `limit` tokens, and chunks of others as far as they fit."""
         operations: list[Operation] = []
         size = left = self._runner.chunk_size
-        short = self._short_ones(to_fill, limit)
-        self._filling = [(answer, answer.missing_tokens()) for answer in short]
+        short, self._filling = self._short_ones(to_fill, limit), []
         if short:
-            operations.append(PrefillRows([a.handle for a in short], [tokens for _, tokens in self._filling]))
-            left -= sum(len(tokens) for _, tokens in self._filling)
+            prompts = [answer.missing_tokens() for answer in short]
+            operations.append(PrefillRows([answer.handle for answer in short], prompts))
+            self._filling.append(list(zip(short, prompts)))
+            left -= sum(map(len, prompts))
         for answer in to_fill:
             if answer in short:
                 continue
@@ -105,28 +105,30 @@ class StepPlanner:
                     request, answer.embedded = answer.request, True
                     operations.append(Embed(answer.handle, request.prompt.tolist(), packed(request.images.inputs)))
                 operations.append((Score if scored else Prefill)(answer.handle, chunk, answer.num_known))
-                self._filling.append((answer, chunk))
+                self._filling.append([(answer, chunk)])
                 left -= len(chunk)
         return operations
 
     def _short_ones(self, to_fill: list[ActiveAnswer], limit: int) -> list[ActiveAnswer]:
         """Those to run in one pass, short ones of at most this many tokens; none if there is only one."""
-        chosen, longest, total = [], 0, 0
+        chosen, lengths, longest, total, widest = [], [], 0, 0, math.inf
         for answer in to_fill:
-            missing, request = answer.num_known - answer.length, answer.request
+            before, after, request = answer.length, answer.num_known, answer.request
+            missing = after - before
             if request.row is not None or request.scores or answer.lacks_images or missing > self._longest:
                 continue
             width, most = max(longest, missing), limit if missing <= SHORT else self._runner.chunk_size
-            fits = total + missing <= most and width * (len(chosen) + 1) <= PADDED * most
-            if fits and self.room.can_pad([*chosen, answer], width):
+            room = min(widest, request.num_prompt + request.params.max_tokens - before)
+            fits = total + missing <= most and width * (len(chosen) + 1) <= PADDED * most and width <= room
+            if fits and self.room.can_pad([*lengths, (before, after)], width):
                 chosen.append(answer)
-                longest, total = width, total + missing
+                lengths.append((before, after))
+                longest, total, widest = width, total + missing, room
         return chosen if len(chosen) > 1 else []
 
-    def _draft(self) -> None:
-        """Draft tokens that may be the next ones of the answers that are about to make a step."""
-        if (speculation := self._speculation) is None:
-            return
+    def _draft(self) -> list[list[int]]:
+        """Draft tokens that may be the next ones of the answers that are about to make a step; see `Step`."""
+        speculation = self._speculation
         for answer in self._stepping:
             request = answer.request
             if answer.draft_state is None:
@@ -138,45 +140,45 @@ class StepPlanner:
         width = 1 + max(map(len, drafted))
         self.room.widen_step(self._stepping, width)
         speculation.begin_step(len(drafted) * width)
+        return drafted if width > 1 else []
 
     def take_logits(self, logits: list[Tensor]) -> None:
         """Choose tokens from the logits of a plan, send events, and record what the next plan has to do first."""
         logits = iter(logits)
         if self._stepping:
             self._finish_step(next(logits))
-        for (answer, chunk), last in zip(self._filling, logits):
-            request = answer.request
-            answer.length += len(chunk)
-            if request.row is not None:
-                request.row.tokens += request.named(chunk, answer.length - len(chunk))
-            if request.begun:
-                continue
-            if request.scores:
-                self._score(request, answer.length, len(chunk), last)
-                last = last[-1]
-            if answer.length == request.num_prompt:
-                self._begin_answers(answer, last)
+        for fills, last in zip(self._filling, logits):
+            begin = []  # prompts that are in their rows
+            for i, (answer, chunk) in enumerate(fills):
+                request = answer.request
+                answer.fill(chunk)
+                if request.scores and not request.begun:
+                    self._score(request, answer.length, len(chunk), last)
+                if not request.begun and answer.length == request.num_prompt:
+                    begin.append(i)
+            if begin:
+                last = last[-len(fills) :]
+                last = last if len(begin) == len(fills) else last[begin]
+                self._begin_answers([fills[i][0] for i in begin], last)
 
     def _finish_step(self, logits: Tensor) -> None:
         """Choose every answer's next token by logits [rows, n, vocab], and more while they are those drafted."""
-        answers, going = self._stepping, list(range(len(logits)))
-        drafted = [len(answer.drafted) for answer in answers]
+        answers = self._stepping
+        if self._speculation is None:
+            return self._take(answers, logits[:, 0])
+        drafted, going = [len(answer.drafted) for answer in answers], list(range(len(answers)))
         for place in range(logits.shape[1]):
-            rows = logits[:, place] if len(going) == len(logits) else logits[going, place]
-            choices = choose_tokens([answers[i].sampler for i in going], rows)
-            for i, choice in zip(going, choices, strict=True):
-                self._take(answers[i], choice)
+            self._take([answers[i] for i in going], logits[going, place])
             going = [i for i in going if answers[i].is_right]
             for i in going:
                 answers[i].num_right += 1
-                answers[i].append_token()
+            append_tokens([answers[i] for i in going])
             if not going:
                 break
-        if self._speculation is not None:
-            judged = [(answer.draft_state, n, answer.num_right) for answer, n in zip(answers, drafted, strict=True)]
-            self._speculation.end_step(judged, alone=not self._filling)
-            for answer in answers:
-                self._crop_wrong(answer)
+        judged = [(answer.draft_state, n, answer.num_right) for answer, n in zip(answers, drafted, strict=True)]
+        self._speculation.end_step(judged, alone=not self._filling)
+        for answer in answers:
+            self._crop_wrong(answer)
 
     def _crop_wrong(self, answer: ActiveAnswer) -> None:
         """Remove what was drafted and is not right from an answer's row."""
@@ -190,43 +192,51 @@ class StepPlanner:
         if following:
             request.scored += with_logprobs(logits[: len(following)], following, request.params.prompt_logprobs)
 
-    def _begin_answers(self, first: ActiveAnswer, logits: Tensor) -> None:
-        """The prompt is in the first answer's row: first tokens, and a row for every answer that continues."""
-        request, handle = first.request, first.handle
-        choices = choose_tokens([a.sampler for a in request.answers], logits.expand(len(request.answers), -1))
-        first.handle = None
-        self.room.hold_prompt(request, handle)
-        request.begun = True
-        for answer, choice in zip(request.answers, choices):
-            self._take(answer, choice)
-        if request.unfinished:
-            heir = request.unfinished[0]
-            heir.handle, heir.length = handle, request.num_prompt
-        else:
-            self.room.release(request, handle, request.named_prompt.tolist())
+    def _begin_answers(self, firsts: list[ActiveAnswer], logits: Tensor) -> None:
+        """Prompts are in their first answers' rows: first tokens by logits [prompts, vocab], and a row for every answer
+        that continues."""
+        handles = [first.handle for first in firsts]
+        for first, handle in zip(firsts, handles):
+            self.room.hold_prompt(first.request, handle)
+            first.handle, first.filled, first.request.begun = None, False, True
+        prompts = [i for i, first in enumerate(firsts) for _ in first.request.answers]
+        answers = [answer for first in firsts for answer in first.request.answers]
+        self._take(answers, logits if len(answers) == len(firsts) else logits[prompts])
+        for first, handle in zip(firsts, handles):
+            request = first.request
+            if request.unfinished:
+                request.unfinished[0].take_row(handle, request.num_prompt)
+            else:
+                self.room.release(request, handle, request.named_prompt.tolist())
 
-    def _take(self, answer: ActiveAnswer, choice: Choice | TreeError) -> None:
-        if isinstance(choice, TreeError):
-            self._end(answer, None, answer.stopper.flush(), "error", error=str(choice))
-            return
-        delta = answer.stopper.add(choice.token)
-        answer.token = choice.token
-        answer.tokens.append(choice.token)
-        if answer.draft_state is not None:
-            answer.draft_state.add(choice.token)
-        if delta.finish_reason is None:
-            answer.send(choice, delta.text)
-        else:
-            self._end(answer, choice, delta.text, delta.finish_reason, stop_reason=delta.stop_reason)
+    def _take(self, answers: list[ActiveAnswer], logits: Tensor) -> None:
+        """Choose a token of each answer by logits [answers, vocab], and send it."""
+        tokens, reports = choose_tokens([answer.sampler for answer in answers], logits)
+        for answer, token, report in zip(answers, tokens, reports, strict=True):
+            if isinstance(report, TreeError):
+                self._end(answer, None, answer.stopper.flush(), finish_reason="error", error=str(report))
+                continue
+            text, reason, stop_reason = answer.stopper.add(token)
+            answer.token = token
+            answer.tokens.append(token)
+            if answer.draft_state is not None:
+                answer.draft_state.add(token)
+            if reason is None:
+                answer.send(token, text, report)
+            else:
+                self._end(answer, token, text, report, finish_reason=reason, stop_reason=stop_reason)
 
-    def _end(self, answer: ActiveAnswer, choice: Choice | None, text: str, reason: str, **fields) -> None:
-        """End an answer: its row goes with the next plan unless it is kept, and the request with its last answer."""
-        request = answer.request
+    def _end(self, answer: ActiveAnswer, token: int | None, text: str, report: Choice | None = None, **end) -> None:
+        """End an answer: its row goes with the next plan unless it is kept, and the request with its last answer.
+
+        end: the last fields of its last event.
+        """
+        request, reason, error = answer.request, end["finish_reason"], end.get("error")
         answer.finish()
         if answer.draft_state is not None:
             self._crop_wrong(answer)
         if request.row is not None:
-            self.room.operations.append(End(request.row.handle, answer.token, reason, fields.get("error")))
+            self.room.operations.append(End(request.row.handle, answer.token, reason, error))
         if answer.handle is not None:
             self.room.release(request, answer.handle, [] if reason == "error" else answer.row_tokens())
             answer.handle = None
@@ -234,4 +244,4 @@ class StepPlanner:
             if request in self.room.served:
                 self.room.served.remove(request)
             self._on_end(request)
-        answer.send(choice, text, reason, **fields)
+        answer.send(token, text, report, **end)

@@ -46,10 +46,12 @@ class End(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Append tokens to rows: the last one of each answer, and those that are drafted after it."""
+    """Append the last token of each answer to its row."""
 
     handles: list[int]
-    tokens: list[list[int]]
+    tokens: list[int]
+    drafted: list[list[int]]
+    """Those to append after it, as they may come next; empty: none to any row."""
 
 
 class Embed(NamedTuple):

@@ -116,6 +116,8 @@ class ActiveAnswer:
     """Tokens that were appended to its row in the step under way, since they may be the next ones."""
     num_right: int = 0
     """How many of them are; `length` counts these."""
+    filled: bool = False
+    """Whether its row holds `num_known` tokens."""
     embedded: bool = False
     """Whether a plan has embedded the prompt's images for its row."""
 
@@ -128,11 +130,6 @@ class ActiveAnswer:
     def num_known(self) -> int:
         """Tokens that its row is to hold before the next one can be chosen from its last token."""
         return self.request.num_prompt + max(len(self.tokens) - 1, 0)
-
-    @property
-    def is_filled(self) -> bool:
-        """Whether its row holds these."""
-        return self.length >= self.num_known
 
     def missing_tokens(self) -> list[int]:
         """Those of them that its row lacks."""
@@ -161,6 +158,7 @@ class ActiveAnswer:
     def take_row(self, handle: int, length: int = 0) -> None:
         """Its row is this one, which holds so many of its tokens."""
         self.handle, self.length, self.embedded = handle, length, False
+        self.filled = length >= self.num_known
         if not self.request.begun:
             self.request.num_cached = length
 
@@ -173,43 +171,43 @@ class ActiveAnswer:
 
     def lose_row(self) -> None:
         """Its token that no plan holds is still to come first."""
-        self.handle, self.length = None, 0
+        self.handle, self.length, self.filled = None, 0, False
         if not self.request.begun:
             self.request.scored = []
 
-    def append_token(self) -> None:
-        """Its last token goes to its row."""
+    def fill(self, chunk: Sequence[int]) -> None:
+        """These tokens were appended to its row."""
         if self.request.row is not None:
-            self.request.row.tokens += self.request.named([self.token], self.length)
-        self.length += 1
-        self.token = None
+            self.request.row.tokens += self.request.named(chunk, self.length)
+        self.length += len(chunk)
+        self.filled = self.length >= self.num_known
 
     def finish(self) -> None:
         self.finished = True
         self.request.unfinished = [answer for answer in self.request.answers if not answer.finished]
 
-    def send(self, choice: Choice | None, text: str, finish_reason: str | None = None, **fields) -> None:
-        """Send an event, and record the end of the answer."""
-        request, params = self.request, self.request.params
-        if finish_reason is not None:
+    def send(self, token: int | None, text: str, report: Choice | None = None, **end) -> None:
+        """Send an event. end: fields of the answer's last one, which is recorded as its end."""
+        request = self.request
+        if end:
             self.finish()
             tokens = request.num_prompt, self.stopper.num_tokens, request.num_cached
-            fields["usage"] = Usage(*tokens, request.waited_s)
-        if choice is not None:
-            if params.prompt_logprobs is not None and self.stopper.num_tokens == 1:
-                fields["prompt_logprobs"] = tuple(request.scored)
-            fields |= {"logprob": choice.logprob, "top_logprobs": choice.top_logprobs}
-        request.sink(
-            Event(
-                request.id,
-                self.index,
-                None if choice is None else choice.token,
-                text,
-                finish_reason=finish_reason,
-                last=not request.unfinished,
-                **fields,
-            )
-        )
+            end |= {"usage": Usage(*tokens, request.waited_s), "last": not request.unfinished}
+        if report is not None:
+            end |= {"logprob": report.logprob, "top_logprobs": report.top_logprobs}
+        if request.scores and token is not None and self.stopper.num_tokens == 1:
+            end["prompt_logprobs"] = tuple(request.scored)
+        request.sink(Event(request.id, self.index, token, text, **end))
+
+
+def append_tokens(answers: Sequence[ActiveAnswer]) -> None:
+    """The last token of each answer goes to its row."""
+    for answer in answers:
+        request = answer.request
+        if request.row is not None:
+            request.row.tokens += request.named([answer.token], answer.length)
+        answer.length += 1
+        answer.token = None
 
 
 class ServedRequest:

@@ -47,6 +47,12 @@ class Room:
         """In the order in which their requests came."""
         return [a for request in self.served for a in request.unfinished if a.handle is not None]
 
+    @property
+    def rows_in_use(self) -> int:
+        """Of max_rows; a prompt that is being filled counts for all answers to it."""
+        requests = [answer.request for answer in self.answers_with_rows()]
+        return sum([1 if request.begun else len(request.unfinished) for request in requests])
+
     def _answers_without(self) -> list[ActiveAnswer]:
         """Those that wait for a row; a prompt that is being filled is one row, whatever the number of its answers."""
         waiting = [a for request in self.served for a in request.unfinished if a.handle is None]
@@ -117,12 +123,12 @@ class Room:
     def _make_room_for(self, request: ServedRequest, needed: int, spared: int | None) -> bool:
         """Whether rows and memory for a request's row are free, or can be taken from kept rows, but not from the spared
         one; then they are."""
-        holders = self.answers_with_rows()
-        if request.num_rows + sum(answer.request.num_rows for answer in holders) > self._max_rows:
+        if request.num_rows + self.rows_in_use > self._max_rows:
             return False
         forecast, evicted = self._forecast(), []
         if forecast is None:
             return True
+        holders = self.answers_with_rows()
         needed += sum(map(self._promised, holders))
         for handle, _ in self._prefixes.kept:
             if forecast.free_tokens < needed and handle != spared:
@@ -143,7 +149,7 @@ class Room:
         """Let the tokens of the next turn fit: one more of every answer, up to `chunk` of a row that is filled."""
         if self._runner.free_tokens is None:
             return
-        while (spare := self._free() - sum(self._due(a, chunk) for a in self.answers_with_rows())) < 0:
+        while (spare := self._free() - self._due(chunk)) < 0:
             if len(self._prefixes):
                 self.evict_one()
                 continue
@@ -161,11 +167,11 @@ class Room:
     def copy_beginnings(self) -> None:
         """Copy rows with the beginning of a prompt whose first chunk is about to be run."""
         holders = self.answers_with_rows()
-        if all(answer.length for answer in holders):
+        if 0 not in [answer.length for answer in holders]:
             return
         left = self._runner.chunk_size
         for answer in holders:
-            if answer.is_filled:
+            if answer.filled:
                 continue
             source = None if answer.length else self._beginning(answer)
             if source is not None and self._whole_pages(source[1]) - self._full_pages(source[1]) > self._free():
@@ -184,11 +190,10 @@ class Room:
         if self._keep_bytes and request.row is None:
             self._prefixes.put(handle, request.named_prompt)
 
-    def can_pad(self, answers: list[ActiveAnswer], width: int) -> bool:
-        """Whether rows may take this many tokens each for one turn, in which they are filled."""
-        padding = sum(self._whole_pages(a.length + width) - self._whole_pages(a.num_known) for a in answers)
-        fits = all(a.length + width <= a.request.num_prompt + a.request.params.max_tokens for a in answers)
-        return fits and padding <= self._spare
+    def can_pad(self, lengths: list[tuple[int, int]], width: int) -> bool:
+        """Whether rows may take this many tokens each for one turn, in which they go from one length to another."""
+        size = self._page_size
+        return size * sum([-(-(a + width) // size) - -(-b // size) for a, b in lengths]) <= self._spare
 
     def widest_step(self, answers: list[ActiveAnswer], most: int) -> int:
         """How many tokens each of these rows may take in the next turn, up to `most`; some are removed again."""
@@ -267,10 +272,14 @@ class Room:
         """Tokens of the cache that an answer with a row is to find free, besides those that it has."""
         return max(self._soon(answer) - self._whole_pages(answer.length), 0)
 
-    def _due(self, answer: ActiveAnswer, chunk: int) -> int:
-        """Tokens of the cache that a row takes in the next turn."""
-        after = answer.length + 1 if answer.is_filled else min(answer.length + chunk, answer.num_known)
-        return self._whole_pages(after) - self._whole_pages(answer.length)
+    def _due(self, chunk: int) -> int:
+        """Tokens of the cache that the rows take in the next turn."""
+        pages, size = 0, self._page_size
+        for answer in self.answers_with_rows():
+            before = answer.length
+            after = before + 1 if answer.filled else min(before + chunk, answer.num_known)
+            pages += -(-after // size) - -(-before // size)
+        return pages * size
 
     def _whole_pages(self, tokens: int) -> int:
         return -(-tokens // self._page_size) * self._page_size

@@ -16,6 +16,7 @@ from .processors import processors
 from .sampling import SamplingParams, derived_seed
 
 MIN_LOGPROB = -9999.0  # OpenAI's number for minus infinity, which JSON lacks
+DRAWN = 32  # numbers that a sampler draws at once
 
 
 class Choice(NamedTuple):
@@ -32,7 +33,7 @@ class Choice(NamedTuple):
 class Sampler:
     """Chooses the tokens of one answer. They depend on its parameters, prompt and logits, not on other requests.
 
-    It draws one number per token from its own generator on the CPU; that is its only state.
+    It takes one number per token from its own generator on the CPU; that is its only state.
 
     Args: params: with a seed unless greedy. prompt: int64 [n], for the repetition penalty. sample: the number of this
         answer among several to one prompt. matcher: of `params.json_schema`.
@@ -49,9 +50,9 @@ class Sampler:
         assert params.seed is not None or params.temperature == 0
         assert (matcher is None) == (params.json_schema is None)
         self.params, self._matcher = params, matcher
-        self._generator = torch.Generator()
+        self._points: list[float] = []  # drawn and not used, the next one last
         if params.temperature > 0:
-            self._generator.manual_seed(derived_seed(params.seed, sample))
+            self._generator = torch.Generator().manual_seed(derived_seed(params.seed, sample))
         penalizes = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
         reads_prompt = prompt is not None and params.repetition_penalty != 1
         self._tokens = prompt.unique() if reads_prompt else torch.empty(0, dtype=torch.int64)
@@ -63,9 +64,11 @@ class Sampler:
         self.only_warps = params.temperature > 0 and not (reports or penalizes or params.logit_bias)
         """Whether the token depends on the logits, temperature and cuts alone, apart from the draw."""
 
-    def draw(self) -> Tensor:
-        """The number that chooses the next token, fp64 from 0 to 1."""
-        return torch.rand((), generator=self._generator, dtype=torch.float64)
+    def draw(self) -> float:
+        """The number that chooses the next token, from 0 to 1."""
+        if not self._points:
+            self._points = torch.rand(DRAWN, generator=self._generator, dtype=torch.float64).tolist()[::-1]
+        return self._points.pop()
 
     def replay(self, tokens: Sequence[int]) -> None:
         """Be as after these choices of an equal sampler."""
@@ -89,7 +92,7 @@ class Sampler:
         scores = self._processors(self._tokens.to(logits.device)[None], scores[None])
         if not math.isfinite(largest := scores.max().item()):
             raise _not_finite(largest)
-        token = int(scores.argmax()) if self.params.temperature == 0 else _draw(scores, self.draw()[None])[0]
+        token = int(scores.argmax()) if self.params.temperature == 0 else _draw(scores, [self.draw()])[0]
         self._note(token)
         if self.params.logprobs is None:
             return Choice(token)
@@ -113,37 +116,36 @@ def with_logprobs(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[C
     ]
 
 
-def choose_tokens(samplers: Sequence[Sampler], logits: Tensor) -> list[Choice | TreeError]:
-    """The next token of every sequence by logits fp32 [b, vocab], one sampler each; those with equal options at once.
+def choose_tokens(samplers: Sequence[Sampler], logits: Tensor) -> tuple[list[int], list[Choice | TreeError | None]]:
+    """(the next token of every sequence, what else there is to report of it) by logits fp32 [b, vocab].
 
-    A sequence without a finite largest logit (NaN in the model) gets an error in its place; others are not affected.
+    One sampler each; those with equal options choose at once. A sequence without a finite largest logit (NaN in the
+    model) has an error, and no token; others are not affected.
     """
     top, tokens = logits.max(-1)
-    chosen: list[Choice | TreeError | None] = [None] * len(samplers)
-    alike = defaultdict(list)
-    for i, (sampler, largest, token) in enumerate(zip(samplers, top.tolist(), tokens.tolist(), strict=True)):
-        if not math.isfinite(largest):
-            chosen[i] = _not_finite(largest)
-        elif sampler.is_plain:
-            chosen[i] = Choice(token)
-        elif sampler.only_warps:
-            params = sampler.params
+    tokens, reports, alike = tokens.tolist(), [None] * len(samplers), defaultdict(list)
+    if not top.isfinite().all():
+        reports = [None if math.isfinite(x) else _not_finite(x) for x in top.tolist()]
+    for i in [i for i, sampler in enumerate(samplers) if not sampler.is_plain and reports[i] is None]:
+        sampler, params = samplers[i], samplers[i].params
+        if sampler.only_warps:
             alike[params.temperature, params.top_k, params.top_p, params.min_p].append(i)
-        else:
-            try:
-                chosen[i] = sampler.choose(logits[i])
-            except TreeError as error:
-                chosen[i] = error
+            continue
+        try:
+            reports[i] = sampler.choose(logits[i])
+            tokens[i] = reports[i].token
+        except TreeError as error:
+            reports[i] = error
     for indices in alike.values():
         scores = samplers[indices[0]].warp(logits[indices].float())
-        points = torch.stack([samplers[i].draw() for i in indices])
-        for i, token in zip(indices, _draw(scores, points)):
-            chosen[i] = Choice(token)
-    return chosen
+        for i, token in zip(indices, _draw(scores, [samplers[i].draw() for i in indices])):
+            tokens[i] = token
+    return tokens, reports
 
 
-def _draw(scores: Tensor, points: Tensor) -> list[int]:
-    """The tokens at points fp64 [b], from 0 to 1, of the distributions with these scores, fp32 [b, vocab]."""
+def _draw(scores: Tensor, points: list[float]) -> list[int]:
+    """The tokens at these points, from 0 to 1, of the distributions with these scores, fp32 [b, vocab]."""
+    points = torch.tensor(points, dtype=torch.float64)
     weights = torch.softmax(scores.cpu().double(), -1).cumsum(-1)
     total = weights[:, -1:].contiguous()
     places = torch.searchsorted(weights, points[:, None] * total, right=True)

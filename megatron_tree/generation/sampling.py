@@ -135,8 +135,10 @@ class SamplingParams(Sampling):
         return type(self)(**self.model_dump() | dict(options))
 
     def with_seed(self) -> SamplingParams:
-        """These; if there is no seed, one is drawn, on this rank alone."""
-        return self if self.seed is not None else self.with_options({"seed": secrets.randbits(63)})
+        """These; where tokens are drawn and there is no seed, with a random one, on this rank alone."""
+        if self.seed is not None or self.temperature == 0:
+            return self
+        return self.with_options({"seed": secrets.randbits(63)})
 
 
 def derived_seed(seed: int, index: int) -> int:

@@ -185,7 +185,7 @@ class Scheduler:
     @property
     def rows_in_use(self) -> int:
         """Of max_rows. From any thread of the leader."""
-        return sum(answer.request.num_rows for answer in self._planner.room.answers_with_rows())
+        return self._planner.room.rows_in_use
 
     @property
     def load(self) -> Load:
@@ -285,7 +285,7 @@ class Scheduler:
             for request in open_requests:
                 for answer in request.unfinished:
                     try:
-                        answer.send(None, "", "error", error=text)
+                        answer.send(None, "", finish_reason="error", error=text)
                     except Exception:
                         logger.exception("the sink of request %d failed", request.id)
             if broadcast:

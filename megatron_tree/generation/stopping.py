@@ -78,6 +78,9 @@ class Delta(NamedTuple):
     """The token or the text that ended it."""
 
 
+NOTHING = Delta("")
+
+
 class Stopper:
     """The text of one answer and its end.
 
@@ -96,9 +99,9 @@ class Stopper:
         self.num_tokens += 1
         if token in self._ends:
             return Delta(self.flush(), "stop", token)
-        text, stop = "", None
-        if self._detokenizer is not None:
-            text, stop = self._texts.add(self._detokenizer.add(token))
+        if self._detokenizer is None:
+            return NOTHING if self.num_tokens < self._max_tokens else Delta("", "length")
+        text, stop = self._texts.add(self._detokenizer.add(token))
         if stop is not None:
             return Delta(text, "stop", stop)
         if self.num_tokens < self._max_tokens:

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from megatron_tree.comm.wire import PACKET, share, share_all, share_check
 from megatron_tree.errors import TreeError
-from megatron_tree.generation.sampler import Choice, Sampler, choose_tokens
+from megatron_tree.generation.sampler import Sampler, choose_tokens
 from megatron_tree.generation.sampling import SamplingParams, derived_seed
 
 LOGITS = torch.tensor([0.3, -1.2, 2.0, 1.9, -math.inf, 0.31, 1.1, -3.0, 0.0, 1.05, -0.4, 0.7])
@@ -39,8 +39,8 @@ def test_greedy_takes_the_most_likely_and_broken_rows_harm_no_others():
     samplers = [Sampler(SamplingParams()), Sampler(SamplingParams(logprobs=0)), Sampler(SamplingParams())]
     rows = torch.stack([LOGITS, LOGITS.roll(1), LOGITS.clone()])
     rows[2, 5] = math.nan
-    first, second, broken = choose_tokens(samplers, rows)
-    assert first == Choice(2) and second.token == 3
+    (first, second, _), (nothing, chosen, broken) = choose_tokens(samplers, rows)
+    assert (first, nothing, second, chosen.token) == (2, None, 3, 3)
     assert isinstance(broken, TreeError) and "the largest logit is nan" in str(broken)
     with pytest.raises(TreeError, match="-inf"):
         samplers[0].choose(torch.full((4,), -math.inf))
@@ -50,9 +50,9 @@ def test_greedy_takes_the_most_likely_and_broken_rows_harm_no_others():
 def test_a_penalty_that_overflows_is_an_error_of_its_row(temperature):
     params = SamplingParams(temperature=temperature, seed=1, repetition_penalty=0.01)
     samplers = [Sampler(params, torch.arange(12)) for _ in range(2)]
-    broken, fine = choose_tokens(samplers, torch.stack([torch.full((12,), 1e37), torch.arange(12.0)]))
+    tokens, (broken, _) = choose_tokens(samplers, torch.stack([torch.full((12,), 1e37), torch.arange(12.0)]))
     assert isinstance(broken, TreeError) and "the largest logit is inf" in str(broken)
-    assert fine.token == 11
+    assert tokens[1] == 11
 
 
 def _expected(logits, params):
@@ -93,7 +93,7 @@ def test_the_ends_of_the_unit_interval_draw_what_has_a_probability(monkeypatch, 
     logits = torch.full((40,), -200.0)  # behind 33 their weights round to nothing in the float64 sum
     logits[7], logits[21], logits[33] = 1.0, 1.1, 0.9
     logits[:3] = -2000.0  # a weight of exactly 0
-    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor(point, dtype=torch.float64))
+    monkeypatch.setattr(torch, "rand", lambda n, **__: torch.full((n,), point, dtype=torch.float64))
     token = Sampler(SamplingParams(temperature=1.0, seed=1)).choose(logits).token
     assert token == {0.0: 3, 1 - 2**-53: 33}[point]
 
@@ -128,7 +128,7 @@ def test_tokens_depend_on_the_seed_and_the_sample_alone():
     def drawn(seed, sample=0, others=()):
         sampler = Sampler(SamplingParams(temperature=1.0, seed=seed), sample=sample)
         batch = [sampler, *others]
-        return [choose_tokens(batch, rows[i].expand(len(batch), -1))[0].token for _ in range(10) for i in range(4)]
+        return [choose_tokens(batch, rows[i].expand(len(batch), -1))[0][0] for _ in range(10) for i in range(4)]
 
     alone = drawn(7)
     others = [Sampler(SamplingParams()), Sampler(SamplingParams(temperature=2.0, seed=8, top_p=0.5))]
