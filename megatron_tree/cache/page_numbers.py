@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 
 
 class PageNumbers:
-    """Assigns the lowest free page numbers and counts references; a page without references is free."""
+    """Assigns the lowest free page numbers and counts references; a page without references is free.
+
+    Attributes: capacity: numbers that were assigned. num_shared: references beyond the first of each page.
+    """
 
     def __init__(self):
-        self.capacity = 0
+        self.capacity = self.num_shared = 0
         self._free: list[int] = []
         self._references: Counter[int] = Counter()
 
@@ -32,6 +35,7 @@ class PageNumbers:
 
     def share(self, page: int) -> int:
         self._references[page] += 1
+        self.num_shared += 1
         return page
 
     def is_shared(self, page: int) -> bool:
@@ -45,7 +49,9 @@ class PageNumbers:
 
     def release(self, page: int) -> None:
         self._references[page] -= 1
-        if not self._references[page]:
+        if self._references[page]:
+            self.num_shared -= 1
+        else:
             del self._references[page]
             heapq.heappush(self._free, page)
 

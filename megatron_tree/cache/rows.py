@@ -14,23 +14,12 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from torch import Tensor
 
 from ..layout import Segment, join
 from .page_numbers import PageNumbers, PageRuns, RowPage
 from .states import RowState
-
-
-class Write(NamedTuple):
-    """A run of new tokens that go into one page."""
-
-    index: int  # of the row, in this append
-    token: int  # number of the first token, among those that this rank receives
-    page: int
-    offset: int  # first slot in the page
-    count: int
 
 
 @dataclass
@@ -48,10 +37,14 @@ class Row:
     """By kind: their page numbers."""
     forgotten: list[int] = field(default_factory=list)
     """By kind: positions below this have left the window."""
+    local: list[int] = field(default_factory=list)
+    """By kind: tokens that this rank holds."""
+    owns_last: bool = True
+    """Whether it is known that no other row has its last page, if that is not full."""
     version: int = 0
     """Changes whenever the row's pages change."""
-    tabled: list[int] = field(default_factory=list)
-    """By kind: how many of its pages have not changed since a table was made of them."""
+    tabled: list[tuple[int, int]] = field(default_factory=list)
+    """By kind: its version when a table of its pages was made, and how many of these have not changed since."""
     note: object = None
     """What a runner remembers of the row; a fork's is the same."""
     next_positions: Tensor | None = None
@@ -59,6 +52,12 @@ class Row:
     images. A fork's is the same."""
     state: RowState | None = None
     """Of the model's recurrent layers, where it has some; a fork's is the same."""
+
+    def change(self, kind: int, first: int) -> None:
+        """Note that its pages from the first-th on are not what they were."""
+        version, same = self.tabled[kind]
+        self.tabled[kind] = version, min(same, first)
+        self.version += 1
 
 
 class Rows(dict):
@@ -78,14 +77,12 @@ class Append:
     """New tokens of each row."""
     first: tuple[int, ...]
     """Position of the first new token of each row."""
-    writes: list[list[Write]]
-    """By kind: the tokens that this rank stores."""
     copies: list[list[tuple[int, int]]]
     """By kind: pages (from, to) to copy first, because another row shares the old ones."""
     shares: list[list[tuple[int, int]]] | None
     """Sharded: by rank, its new tokens as runs (position, count). None: all tokens are on all ranks."""
     places: dict = field(default_factory=dict)
-    """Tensors made from `writes`, the same for all layers of a kind (`ShardedCache`)."""
+    """Tensors made from `RowBook.places`, the same for all layers of a kind (`ShardedCache`)."""
     segments: dict = field(default_factory=dict)
     """Sharded: keys that this append's queries may see, the same for all layers of a kind (`ShardedCache`)."""
 
@@ -108,6 +105,7 @@ class RowBook:
         if any(window is not None and window < 1 for window in windows):
             raise ValueError(f"windows={windows} must be 1 or more each, or None")
         self.rank, self.world, self.page_size, self.windows = rank, world, page_size, windows
+        self._forgets = any(window is not None for window in windows)
         self.numbers = [PageNumbers() for _ in windows]
         self.loads = [0] * world
         self.rows: dict[int, Row] = Rows()
@@ -121,7 +119,8 @@ class RowBook:
             indices=[[] for _ in range(kinds)],
             pages=[[] for _ in range(kinds)],
             forgotten=[0] * kinds,
-            tabled=[0] * kinds,
+            local=[0] * kinds,
+            tabled=[(0, 0)] * kinds,
             runs=[PageRuns() for _ in range(self.world)],
         )
         return row_id
@@ -133,44 +132,69 @@ class RowBook:
             all ranks receive all tokens and store their own.
         """
         assert num_tokens >= 1 and (not sharded or len(row_ids) == 1), (row_ids, num_tokens, sharded)
-        rows = [self.rows[i] for i in row_ids]
-        first = tuple(row.length for row in rows)
-        writes, copies = [[] for _ in self.windows], [[] for _ in self.windows]
-        for index, row in enumerate(rows):
-            begin, end, size = row.length, row.length + num_tokens, self.page_size
-            self.forget(row)
-            if end > size * len(row.parts):
-                for rank in self._assign(-(-end // size) - len(row.parts)):
-                    row.runs[rank].add(len(row.parts))
-                    row.parts.append(RowPage(rank))
-            token = 0
-            for i in range(begin // size, -(-end // size)):
-                start, stop = max(begin, i * size), min(end, (i + 1) * size)
-                if row.parts[i].rank == self.rank:
-                    at = token if sharded else start - begin
-                    for kind in range(len(self.windows)):
-                        page = self._page_of(row, kind, i, copies[kind])
-                        writes[kind].append(Write(index, at, page, start - i * size, stop - start))
-                    token += stop - start
-            row.length = end
+        rows, size, kinds = [self.rows[i] for i in row_ids], self.page_size, range(len(self.windows))
+        copies = [[] for _ in kinds]
+        first = tuple([row.length for row in rows])
+        for row in rows:
+            if self._forgets:
+                self.forget(row)
+            if num_tokens > 1 or not row.owns_last or row.length % size == 0:
+                self._add_pages(row, row.length + num_tokens, copies)
+                row.length += num_tokens
+                self._count(row)
+                continue
+            row.length += 1
+            if row.parts[-1].rank == self.rank:
+                for kind in kinds:
+                    row.local[kind] += 1
         shares = self._shares(rows[0], first[0]) if sharded else None
-        return Append(tuple(row_ids), num_tokens, first, writes, copies, shares)
+        return Append(tuple(row_ids), num_tokens, first, copies, shares)
 
-    def _page_of(self, row: Row, kind: int, i: int, copies: list[tuple[int, int]]) -> int:
-        """The number to write page i of a row to: a new one, or that of its last page, copied first if it is shared."""
-        indices, pages, numbers = row.indices[kind], row.pages[kind], self.numbers[kind]
-        if not indices or indices[-1] != i:
-            indices.append(i)
-            pages.append(numbers.take())
-            row.version += 1
-        elif numbers.is_shared(pages[-1]):
-            row.version += 1
-            copy = numbers.take()
-            copies.append((pages[-1], copy))
-            numbers.release(pages[-1])
-            pages[-1] = copy
-            row.tabled[kind] = min(row.tabled[kind], len(pages) - 1)
-        return pages[-1]
+    def _add_pages(self, row: Row, end: int, copies: list[list[tuple[int, int]]]) -> None:
+        """Have pages for the tokens of a row up to `end`. Its last page is copied first if it is shared."""
+        if row.length % self.page_size and not row.owns_last and row.parts[-1].rank == self.rank:
+            for kind, numbers in enumerate(self.numbers):
+                pages = row.pages[kind]
+                if numbers.is_shared(pages[-1]):
+                    copies[kind].append((pages[-1], numbers.take()))
+                    numbers.release(pages[-1])
+                    pages[-1] = copies[kind][-1][1]
+                    row.change(kind, len(pages) - 1)
+        row.owns_last = True
+        num_pages = -(-end // self.page_size) - len(row.parts)
+        for rank in self._assign(num_pages) if num_pages else ():
+            row.runs[rank].add(len(row.parts))
+            if rank == self.rank:
+                row.version += 1
+                for kind, numbers in enumerate(self.numbers):
+                    row.indices[kind].append(len(row.parts))
+                    row.pages[kind].append(numbers.take())
+            row.parts.append(RowPage(rank))
+
+    def _count(self, row: Row) -> None:
+        """Set how many of a row's tokens this rank holds: whole pages, and its part of the last one."""
+        for kind, indices in enumerate(row.indices):
+            beyond = max(0, (indices[-1] + 1) * self.page_size - row.length) if indices else 0
+            row.local[kind] = len(indices) * self.page_size - beyond
+
+    def places(self, append: Append, kind: int) -> tuple[list[int], list[int]]:
+        """The tokens of the last append that this rank stores: (numbers among those that it receives, row by row, slots
+        page * page_size + offset), in ascending order of the numbers."""
+        rows, n, size = [self.rows[i] for i in append.rows], append.num_tokens, self.page_size
+        tokens, slots = [], []
+        if n == 1:
+            tokens = [i for i, row in enumerate(rows) if row.parts[-1].rank == self.rank]
+            slots = [rows[i].pages[kind][-1] * size + append.first[i] % size for i in tokens]
+            return tokens, slots
+        for index, (row, begin) in enumerate(zip(rows, append.first, strict=True)):
+            mine = [i for i in range(begin // size, len(row.parts)) if row.parts[i].rank == self.rank]
+            for at, i in enumerate(mine, -len(mine)):
+                start, stop = max(begin, i * size), min(row.length, (i + 1) * size)
+                token = len(tokens) if append.shares is not None else index * n + start - begin
+                slot = row.pages[kind][at] * size + start - i * size
+                tokens += range(token, token + stop - start)
+                slots += range(slot, slot + stop - start)
+        return tokens, slots
 
     def _assign(self, num_pages: int) -> list[int]:
         """Ranks of new pages: balanced, counting existing pages; each rank gets at most two runs (zigzag)."""
@@ -215,20 +239,13 @@ class RowBook:
                 gone += 1
             del indices[:gone], pages[:gone]
             if gone:
-                row.version, row.tabled[kind] = row.version + gone, 0
+                row.local[kind] -= gone * self.page_size
+                row.change(kind, 0)
 
     def num_visible(self, append: Append, kind: int) -> int:
         """Tokens of the row that an append's queries may see, on all ranks (approximate: windows count whole pages)."""
         before, window = append.first[0], self.windows[kind]
         return append.num_tokens + (before if window is None else min(before, window + self.page_size))
-
-    def num_local(self, row_id: int, kind: int) -> int:
-        """Tokens of a row that this rank holds for layers of this kind."""
-        row = self.rows[row_id]
-        if not row.indices[kind]:
-            return 0
-        last = row.indices[kind][-1]
-        return len(row.indices[kind]) * self.page_size - max(0, (last + 1) * self.page_size - row.length)
 
     def key_segments(
         self, row_id: int, kind: int, begin: int, rank: int | None = None, *, by_position: bool = False
@@ -273,10 +290,11 @@ class RowBook:
             while indices and indices[-1] >= keep:
                 indices.pop()
                 numbers.release(pages.pop())
-            row.tabled[kind] = min(row.tabled[kind], len(pages))
+            row.change(kind, len(pages))
             if not length:
                 row.forgotten[kind] = 0
-        row.length, row.version = length, row.version + 1
+        row.length, row.owns_last = length, False
+        self._count(row)
         if row.next_positions is not None:
             row.next_positions = row.next_positions[:length]
         if not length:
@@ -304,7 +322,8 @@ class RowBook:
         """Copy a row; the two share their pages until one of them writes. Returns the copy's id."""
         row, copy_id = self.rows[row_id], self.add()
         copy, full = self.rows[copy_id], row.length // self.page_size
-        copy.length, copy.forgotten = row.length, list(row.forgotten)
+        copy.length, copy.forgotten, copy.local = row.length, list(row.forgotten), list(row.local)
+        copy.owns_last = row.owns_last = False
         copy.note, copy.state, copy.next_positions = row.note, row.state, row.next_positions
         copy.indices = [list(indices) for indices in row.indices]
         copy.pages = [[n.share(p) for p in pages] for n, pages in zip(self.numbers, row.pages, strict=True)]

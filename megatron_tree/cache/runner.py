@@ -341,7 +341,7 @@ class RowRunner:
                 f"rows={list(rows)} with tokens {list(tokens.shape)}: name each row of the cache once, with its tokens"
                 + (f"; {unknown} don't exist" if unknown else "")
             )
-        longest = max(map(self.length, rows)) + tokens.shape[-1]
+        longest = max([self._book.rows[row].length for row in rows]) + tokens.shape[-1]
         if self.max_positions is not None and longest > self.max_positions:
             raise ValueError(
                 f"a row would hold {longest} tokens, but the model has {self.max_positions} positions: end it earlier, "

@@ -14,6 +14,9 @@ from .beginnings import SAVED_TOKENS, common_beginnings
 from .pages import CACHE_DTYPES, LayerPages
 from .rows import Append, Row, RowBook
 
+WIDER = 8  # tables are as wide as a multiple of so many pages
+KEPT_TABLES = 3  # of the last views: a step's rows between those of prompts
+
 
 @dataclass(frozen=True)
 class View:
@@ -39,13 +42,29 @@ class View:
 
 
 class RowTables:
-    """Pages int32 [b, width] of rows and their indices int64 [b, width], see `View`; `ShardedCache.fill` sets them."""
+    """Pages int32 [b, width] of rows and their indices int64 [b, width], see `View`; `ShardedCache.fill` sets them.
 
-    def __init__(self, num_rows: int, width: int, device):
+    row_ids: of the rows, if they stay the same.
+    """
+
+    def __init__(self, num_rows: int, width: int, device, row_ids: tuple[int, ...] = ()):
+        self.row_ids = row_ids
         self.pages = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
         self.indices = torch.zeros(num_rows, width, dtype=torch.int64, device=device)
         self.known: list[tuple[int, int] | None] = [None] * num_rows
-        """(row, its version) that each entry shows."""
+        """(row, its version) that each line shows."""
+
+    def take(self, other: RowTables) -> None:
+        """Copy the lines of rows that are not known here yet."""
+        lines = {row_id: i for i, row_id in enumerate(self.row_ids) if self.known[i] is None}
+        both = [(lines[row_id], i) for i, row_id in enumerate(other.row_ids) if row_id in lines]
+        if both and other.pages.device == self.pages.device:
+            to, source = torch.tensor(both, device=self.pages.device).T
+            width = min(self.pages.shape[1], other.pages.shape[1])
+            self.pages[to, :width] = other.pages[source, :width]
+            self.indices[to, :width] = other.indices[source, :width]
+            for i, j in both:
+                self.known[i] = other.known[j]
 
 
 class ShardedCache:
@@ -76,9 +95,8 @@ class ShardedCache:
         self.kind_of = [kinds.index(window) for window in windows]
         self.book = RowBook(rank, world, page_size, tuple(kinds))
         self.layers = [LayerPages(page_size, CACHE_DTYPES[dtype], latent=latent) for _ in windows]
-        self._tables: dict[tuple[int, int], tuple[tuple, tuple[Tensor, Tensor]]] = {}
-        self._views: dict[int, tuple] = {}  # by kind: the tables of the rows of the last step
-        self._shared: dict[int, tuple] = {}  # and what they begin with
+        self._tables: dict[int, list[RowTables]] = {}  # by kind: of the last views
+        self._shared: dict[int, tuple] = {}  # and what the rows of the last one begin with
         self._nobodys: dict[int, int] = {}  # by kind: a page that no row has
         self.resets = 0
 
@@ -102,8 +120,8 @@ class ShardedCache:
         """
         pages, kind, device = self.layers[layer], self.kind_of[layer], k.device
         pages.reserve(self.book.numbers[kind].capacity, k, v)
-        if append.writes[kind]:
-            tokens, slots = self._places(append, kind, k.shape[1], device)
+        tokens, slots = self._places(append, kind, device)
+        if tokens.shape[0]:
             k, v = k.flatten(0, 1), v.flatten(0, 1)
             if tokens.shape[0] < k.shape[0]:  # in ascending order
                 k, v = k[tokens], v[tokens]
@@ -113,8 +131,8 @@ class ShardedCache:
         """Store this rank's part of the new tokens' index keys [b, n, d_i], after `write`, as there."""
         pages, kind = self.layers[layer], self.kind_of[layer]
         pages.reserve_index(index_k)
-        if append.writes[kind]:
-            tokens, slots = self._places(append, kind, index_k.shape[1], index_k.device)
+        tokens, slots = self._places(append, kind, index_k.device)
+        if tokens.shape[0]:
             pages.put(slots, {"index_k": index_k.flatten(0, 1)[tokens, None]})
 
     def finish_blocks(self, layer: int, append: Append, positions: Tensor, blocks: Blocks) -> None:
@@ -123,9 +141,9 @@ class ShardedCache:
         positions: int64 [b, n] of the new tokens, as in `write_index`.
         """
         pages, kind = self.layers[layer], self.kind_of[layer]
-        if not append.writes[kind]:
+        tokens, slots = self._places(append, kind, positions.device)
+        if not tokens.shape[0]:
             return
-        tokens, slots = self._places(append, kind, positions.shape[1], positions.device)
         completes = slots % blocks.size == blocks.size - 1
         tokens, slots = tokens[completes], slots[completes]
         of_block = torch.arange(1 - blocks.size, 1, device=slots.device)
@@ -133,17 +151,12 @@ class ShardedCache:
         keys = blocks.key(raw[None], positions.flatten()[tokens] + 1 - blocks.size)
         pages.put(slots, {"index_k": keys[0, :, None]})
 
-    def _places(self, append: Append, kind: int, num_tokens: int, device) -> tuple[Tensor, Tensor]:
-        """(numbers of the tokens to store, their slots), int64; computed once for all layers of a kind."""
-        key = (kind, num_tokens, device)
-        if key not in append.places:
-            tokens, slots, size = [], [], self.page_size
-            for write in append.writes[kind]:
-                first, slot = write.index * num_tokens + write.token, write.page * size + write.offset
-                tokens += range(first, first + write.count)
-                slots += range(slot, slot + write.count)
-            append.places[key] = tuple(torch.tensor(x, dtype=torch.int64, device=device) for x in (tokens, slots))
-        return append.places[key]
+    def _places(self, append: Append, kind: int, device) -> tuple[Tensor, Tensor]:
+        """(numbers of the tokens to store, their slots), int64 [n]; made once for all layers of a kind."""
+        if (kind, device) not in append.places:
+            numbers = torch.tensor(self.book.places(append, kind), dtype=torch.int64, device=device)
+            append.places[kind, device] = numbers.unbind()
+        return append.places[kind, device]
 
     def nobodys_slot(self, kind: int) -> int:
         """Where a static step (static.py) puts tokens that this rank does not store; it takes a page."""
@@ -163,7 +176,7 @@ class ShardedCache:
 
     def kept(self, append: Append, kind: int) -> tuple[Tensor, Tensor]:
         """The tokens of an append of one row that this rank stores: (positions in the row, slots), int64 [n] each."""
-        tokens, slots = self._places(append, kind, append.num_tokens, "cpu")
+        tokens, slots = self._places(append, kind, "cpu")
         return append.first[0] + tokens, slots
 
     def runs(self, kind: int, row_id: int, first: int = 0) -> list[tuple[int, int, int]]:
@@ -177,32 +190,50 @@ class ShardedCache:
 
     def view(self, kind: int, row_ids, device) -> View:
         """Where the kernels find these rows, for layers of a kind; the block table has at least one column."""
-        row_ids = tuple(row_ids)
-        held = [self.book.num_local(row_id, kind) for row_id in row_ids]
-        lengths = torch.tensor(held, device=device)
-        rows = [self.book.rows[row_id] for row_id in row_ids]
-        width, versions = max(1, *(len(row.pages[kind]) for row in rows)), [row.version for row in rows]
-        before, tables = self._views.get(kind, (None, None))
-        if before != (row_ids, device, width):
-            tables = RowTables(len(rows), width, device)
-            self._views[kind] = (row_ids, device, width), tables
+        row_ids, rows = tuple(row_ids), [self.book.rows[row_id] for row_id in row_ids]
+        held = [row.local[kind] for row in rows]
+        lengths, width = torch.tensor(held, device=device), max(1, -(-max(held) // self.page_size))
+        tables = self._tables_of(kind, row_ids, width, device)
         self.fill(tables, kind, row_ids)
-        pages, indices = tables.pages, tables.indices
-        if len(rows) == 1 or self.book.windows[kind] is not None:
+        pages, indices = tables.pages[:, :width], tables.indices[:, :width]
+        if len(rows) == 1 or self.book.windows[kind] is not None or not self.book.numbers[kind].num_shared:
             return View(pages, lengths, indices, self.page_size)
-        state = row_ids, device, versions
+        state = row_ids, device, [row.version for row in rows]
         shared, skipped, tables = self._beginnings(kind, rows, held, state, [pages, indices])
         rest = View(tables[0], lengths - skipped * self.page_size, tables[1], self.page_size) if shared else None
         return View(pages, lengths, indices, self.page_size, shared, rest)
 
     def fill(self, tables: RowTables, kind: int, row_ids) -> None:
         """Bring tables of these rows, wide enough for the longest, up to date: a few rows begin a page in a step."""
+        lines, columns, pages, indices = [], [], [], []
         for i, row_id in enumerate(row_ids):
-            state = row_id, self.book.rows[row_id].version
-            if tables.known[i] != state:
-                pages, indices = self._table(kind, row_id, tables.pages.device)
-                tables.pages[i, : len(pages)], tables.indices[i, : len(indices)] = pages, indices
-                tables.known[i] = state
+            row, known = self.book.rows[row_id], tables.known[i]
+            if known == (row_id, row.version):
+                continue
+            (version, same), count = row.tabled[kind], len(row.pages[kind])
+            first = same if known == (row_id, version) else 0
+            lines += [i] * (count - first)
+            columns += range(first, count)
+            pages += row.pages[kind][first:]
+            indices += row.indices[kind][first:]
+            tables.known[i], row.tabled[kind] = (row_id, row.version), (row.version, count)
+        if lines:
+            lines, columns, pages, indices = torch.tensor([lines, columns, pages, indices], device=tables.pages.device)
+            tables.pages[lines, columns], tables.indices[lines, columns] = pages.int(), indices
+
+    def _tables_of(self, kind: int, row_ids: tuple[int, ...], width: int, device) -> RowTables:
+        """Tables of these rows, at least so wide, with what is known of them."""
+        kept = self._tables.setdefault(kind, [])
+        for tables in kept:
+            if tables.row_ids == row_ids and tables.pages.device == device and tables.pages.shape[1] >= width:
+                break
+        else:
+            tables = RowTables(len(row_ids), -(-width // WIDER) * WIDER, device, row_ids)
+            for other in reversed(kept):
+                tables.take(other)
+        if not kept or tables is not kept[-1]:
+            kept[:] = [*[x for x in kept if x is not tables][1 - KEPT_TABLES :], tables]
+        return tables
 
     def _beginnings(self, kind: int, rows: list[Row], held: list[int], state: tuple, tables: list[Tensor]) -> tuple:
         """(shared pages, how many of each row's pages are among them int64 [b], tables of the others).
@@ -224,20 +255,6 @@ class ShardedCache:
             self._shared[kind] = state, (tuple(shared), skipped, rest)
         return self._shared[kind][1]
 
-    def _table(self, kind: int, row_id: int, device) -> tuple[Tensor, Tensor]:
-        """(pages int32 [n], their indices int64 [n]) of a row; cached, and what has changed is made anew."""
-        row = self.book.rows[row_id]
-        state, known = (device, row.version), self._tables.get((kind, row_id))
-        if known is None or known[0] != state:
-            same = 0 if known is None or known[0][0] != device else row.tabled[kind]
-            table = []
-            for i, (numbers, dtype) in enumerate(((row.pages[kind], torch.int32), (row.indices[kind], torch.int64))):
-                new = torch.tensor(numbers[same:] if numbers else [0], dtype=dtype).to(device)
-                table.append(torch.cat((known[1][i][:same], new)) if same else new)
-            self._tables[kind, row_id] = known = state, tuple(table)
-            row.tabled[kind] = len(row.pages[kind])
-        return known[1]
-
     def key_segments(self, append: Append, kind: int, *, of_all_ranks: bool, by_position: bool = False) -> list:
         """For a sharded append this rank's keys of the row, or by rank those of all ranks; `RowBook.key_segments`."""
         key = kind, of_all_ranks, by_position
@@ -254,15 +271,13 @@ class ShardedCache:
 
     def remove(self, row_id: int) -> None:
         self.book.remove(row_id)
-        for kind in range(len(self.book.windows)):
-            self._tables.pop((kind, row_id), None)
-        self._views.clear()
-        self._shared.clear()
 
     def reset(self) -> None:
         self.resets += 1
         for row_id in list(self.book.rows):
             self.remove(row_id)
+        self._tables.clear()
+        self._shared.clear()
         for kind, numbers in enumerate(self.book.numbers):
             if kind in self._nobodys:
                 numbers.release(self._nobodys.pop(kind))
@@ -272,7 +287,7 @@ class ShardedCache:
 
     def num_local(self, kind: int = 0) -> int:
         """Tokens of all rows that this rank holds for layers of a kind."""
-        return sum(self.book.num_local(row_id, kind) for row_id in self.book.rows)
+        return sum(row.local[kind] for row in self.book.rows.values())
 
     @property
     def nbytes(self) -> int:

@@ -88,9 +88,9 @@ class StepInputs:
         numbers = [[*append.first, *empty]]
         for kind, tables in enumerate(self.tables):
             slots = [store.nobodys_slot(kind)] * self.capacity.rows
-            for write in append.writes[kind]:
-                slots[write.index] = write.page * book.page_size + write.offset
-            numbers += [[*(book.num_local(row_id, kind) for row_id in append.rows), *empty], slots]
+            for i, slot in zip(*book.places(append, kind), strict=True):
+                slots[i] = slot
+            numbers += [[*(book.rows[row_id].local[kind] for row_id in append.rows), *empty], slots]
             store.fill(tables, kind, append.rows)
         pinned = self._numbers.device.type == "cuda"
         self._numbers.copy_(torch.tensor(numbers, pin_memory=pinned), non_blocking=True)
@@ -105,7 +105,7 @@ class StaticPass(ForwardPass):
 
     def __init__(self, inputs: StepInputs, *, end: int | None = None, **options):
         n, last = inputs.capacity.rows, (end or inputs.capacity.tokens) - 1
-        append = Append(tuple(range(n)), 1, (last,) * n, writes=[], copies=[], shares=None)
+        append = Append(tuple(range(n)), 1, (last,) * n, copies=[], shares=None)
         super().__init__(inputs.store, append, **options)
         self.inputs = inputs
         self.views = {

@@ -213,7 +213,7 @@ class StepPlanner:
         """Choose a token of each answer by logits [answers, vocab], and send it."""
         tokens, reports = choose_tokens([answer.sampler for answer in answers], logits)
         for answer, token, report in zip(answers, tokens, reports, strict=True):
-            if isinstance(report, TreeError):
+            if report is not None and isinstance(report, TreeError):
                 self._end(answer, None, answer.stopper.flush(), finish_reason="error", error=str(report))
                 continue
             text, reason, stop_reason = answer.stopper.add(token)

@@ -219,7 +219,7 @@ class Room:
     def _beginning(self, answer: ActiveAnswer) -> tuple[int, int] | None:
         """(handle, tokens) of a row that holds the beginning of an answer's: another answer's, or found by its keys."""
         request = answer.request
-        if request.row is not None:
+        if request.row is not None or not (request.begun or self._keep_bytes) or (request.scores and not request.begun):
             return None
         new = {operation[-1] for operation in self.operations if isinstance(operation, Add | Fork)}
         if request.begun:
@@ -227,8 +227,6 @@ class Room:
             source = next(((a.handle, request.num_prompt) for a in others if a.handle not in new), None)
             if source is not None and self._executor.can_crop(*source):
                 return source
-        elif request.scores:
-            return None
         if not self._keep_bytes:
             return None
         if request.prefix_keys is None:

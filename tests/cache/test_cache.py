@@ -218,7 +218,7 @@ def test_crop_beyond_a_window_or_the_row():
             book.crop(row, length)
     book.crop(row, 0)
     book.append([row], 1)
-    assert book.num_local(row, 1) == 1
+    assert book.rows[row].local[1] == 1
 
 
 def test_pages_are_used_again_and_reset_frees_them():

@@ -87,10 +87,12 @@ def test_books_of_long_rows():
     for n, sharded in ((1000, True), (chunk, True), (1, False), (1, False), (1, False)):
         appends = [book.append([row], n, sharded=sharded) for book, row in zip(books, rows)]
     assert [a.first for a in appends] == [(tokens - 1,)] * world
-    assert sum(book.num_local(row, 0) for book, row in zip(books, rows)) == tokens
+    assert sum(book.rows[row].local[0] for book, row in zip(books, rows)) == tokens
     assert max(books[0].loads) - min(books[0].loads) <= 1
-    writes = [w for a in appends for w in a.writes[0]]
-    assert len(writes) == 1 and (writes[0].offset, writes[0].count) == ((tokens - 1) % page_size, 1)
+    places = [book.places(append, 0) for book, append in zip(books, appends)]
+    ((token,), (slot,)) = next(place for place in places if place[0])
+    assert sum(len(numbers) for numbers, _ in places) == 1
+    assert token == 0 and slot % page_size == (tokens - 1) % page_size
     segments = [books[0].key_segments(0, 0, 500, rank) for rank in range(world)]
     true = [s for of_rank in segments for s in of_rank if s.pos >= page_size * -(-500 // page_size)]
     covered = sorted((s.pos, s.length) for s in true)
