@@ -14,6 +14,7 @@ COMMANDS = {
     "decode": "a decode step over a sharded KV cache on several ranks: all schedules, over a network",
     "generate": "a whole model with a sharded KV cache: one rank, ring and trees, token by token",
     "serve": "many requests at once by the scheduler, and as one padded batch of Transformers",
+    "step": "a Llama's training step on several ranks: ours, DeepSpeed's Ulysses, torch's context parallelism",
     "train": "attention forward and backward on several ranks: the plan, ring, Ulysses, torch's own, ...",
 }
 

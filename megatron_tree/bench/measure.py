@@ -48,10 +48,10 @@ class Meeting:
 
     def __init__(self, ranks: int, *, timeout_s: float = 300.0):
         self.ranks, self._timeout_s, self._barrier = ranks, timeout_s, _fork.Barrier(ranks)
-        self._banks = [shared_tensor((ranks, 4), torch.float64) for _ in range(2)]
+        self._banks = [shared_tensor((ranks, 8), torch.float64) for _ in range(2)]
 
     def meet(self, rank: int, *values: float) -> list[list[float]]:
-        """Wait for all ranks; returns the values of each, at most four, by rank."""
+        """Wait for all ranks; returns the values of each, at most eight, by rank."""
         self._banks.reverse()  # a fast rank may write again before a slow one has read
         self._banks[0][rank, : len(values)] = torch.tensor(values, dtype=torch.float64)
         self._barrier.wait(self._timeout_s)

@@ -10,6 +10,8 @@ from .measure import Measured
 from .results import Curve, Panel, grouped
 from .runs import Machines
 
+PASSES = ("batch", "forward", "backward", "optimizer")
+
 
 class Measurement(NamedTuple):
     """One pass of one contender in one case, or a limit: a line of results.csv. None: does not apply."""
@@ -91,7 +93,7 @@ def with_ratios(rows: list[Measurement]) -> list[Measurement]:
     name = "auto" if any(r.schedule == "auto" for r in rows) else first
     base = {r.part: r.ms for r in rows if r.schedule == name}
     whole = list(base.values())[-1]
-    return [r._replace(ratio=r.ms / base.get(r.part, whole)) for r in rows]
+    return [r if r.ratio else r._replace(ratio=r.ms / base.get(r.part, whole)) for r in rows]
 
 
 COLUMNS = (
@@ -116,7 +118,7 @@ COLUMNS = (
 
 def table_of(label: str, checked: str, rows: list[Measurement]) -> str:
     """The table of one case. checked: says how the results were verified."""
-    names = [r.schedule + f" {r.part}" * (r.part in ("forward", "backward")) for r in rows]
+    names = [r.schedule + f" {r.part}" * (r.part in PASSES) for r in rows]
     width = max(map(len, names))
     columns = [column for column in COLUMNS if any(getattr(r, column[1]) is not None for r in rows)]
     lines = [f"\n{label}", f"  {checked}", " " * (width + 2) + "".join(f"{heading:>10}" for heading, *_ in columns)]
@@ -137,7 +139,7 @@ METRICS = (
 
 def plots(rows: list[Measurement]) -> dict[str, list[list[Panel]]]:
     """Figures over sequence length and over ranks, where these vary; else bars of each case."""
-    rows = [r for r in rows if r.part not in ("forward", "backward")]
+    rows = [r for r in rows if r.part not in PASSES]
     what = lambda r: r.model or f"{r.num_heads}/{r.num_heads_kv} heads x {r.head_dim}"  # noqa: E731
     drawn = {}
     for name, axis, x, heading in (

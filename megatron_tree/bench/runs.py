@@ -106,8 +106,8 @@ class Settings(NamedTuple):
         return Speed(*(x / self.dilate for x in ACCELERATOR))
 
 
-def add_arguments(parser, command: str, contenders: Iterable[str]) -> None:
-    """Options shared by `bench decode` and `train`."""
+def add_arguments(parser, command: str, contenders: Iterable[str], *, modelled: bool = True) -> None:
+    """Options shared by `bench decode`, `train` and `step`. modelled: whether compute can be."""
     decode, add = command == "decode", parser.add_argument
     add_machines(parser)
     add("--seq-len", type=parse_count, nargs="+", default=[131072 if decode else 4096], help="of the whole sequence; "
@@ -118,10 +118,14 @@ def add_arguments(parser, command: str, contenders: Iterable[str]) -> None:
     add("--batch", type=parse_count, default=1)
     add("--dtype", choices=DTYPES, default="bf16")
     add("--schedules", nargs="+", choices=tuple(contenders), help="(default: all that can run here)")
-    add("--compute", choices=("real", "modelled"), help="modelled: timed steps sleep as long as an accelerator would "
-        "compute and reuse the checked step's results (default with more ranks than cores); real: run the kernels",
-        )  # fmt: skip
-    add("--dilate", type=float, default=1.0, help="run with all times this much longer, and report them divided by it")
+    if modelled:
+        add("--compute", choices=("real", "modelled"), help="modelled: timed steps sleep as long as an accelerator "
+            "would compute and reuse the checked step's results (default with more ranks than cores); real: run the "
+            "kernels")  # fmt: skip
+        add("--dilate", type=float, default=1.0, help="run with all times this much longer, and report them divided "
+            "by it")  # fmt: skip
+    else:
+        parser.set_defaults(compute="real", dilate=1.0)
     add("--steps", type=parse_count, default=20, help="timed steps of each schedule; at least 3, whatever the budget")
     add("--budget", type=float, default=10.0, help="seconds for the timed steps of a schedule")
     add("--out", type=pathlib.Path, default=pathlib.Path(f"bench-results/{command}"))

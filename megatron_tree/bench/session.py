@@ -28,10 +28,13 @@ LIMIT_S = 3600.0  # of one case: a ring over a slow network is slow
 RANKS_OF_A_CORE = 2  # with more, undilated steps wait for cores: predictions were 34 to 110 % of what was measured
 
 
-def run_cases(args, about: dict, how: Settings, cases: list, run_case: Callable, checked: str) -> None:
+def run_cases(
+    args, about: dict, how: Settings, cases: list, run_case: Callable, checked: str, *, calibrate: bool = True
+) -> None:
     """Run all cases of a command on their machines, print their tables and write the results.
 
     run_case(case, ranks, topology, path) -> rows; `ranks` is where to `run` functions, `path` the topology's file.
+    calibrate: whether to make them; without, both are None.
     checked: how its results are verified, with {worst}, the largest error.
     """
     about = metadata(network=how.network_text, **about)
@@ -40,7 +43,7 @@ def run_cases(args, about: dict, how: Settings, cases: list, run_case: Callable,
     with progress_bar(len(cases), "case") as bar:
         for machines, group in itertools.groupby(cases, key=lambda case: case.machines):
             group = list(group)
-            with _started(machines, how, len(group) * LIMIT_S) as (ranks, topology, path):
+            with _started(machines, how, len(group) * LIMIT_S, calibrate) as (ranks, topology, path):
                 for case in group:
                     bar.set_description(case.label)
                     rows = with_ratios(run_case(case, ranks, topology, path))
@@ -53,8 +56,12 @@ def run_cases(args, about: dict, how: Settings, cases: list, run_case: Callable,
 
 
 @contextlib.contextmanager
-def _started(machines: Machines, how: Settings, lifetime_s: float) -> Iterator[tuple]:
-    """Calibrate and start machines: (ranks, their topology, the path of its YAML file)."""
+def _started(machines: Machines, how: Settings, lifetime_s: float, calibrate: bool) -> Iterator[tuple]:
+    """Calibrate, if wanted, and start machines: (ranks, their topology, the path of its YAML file)."""
+    if not calibrate:
+        with how.start(machines, lifetime_s) as ranks:
+            yield ranks, None, None
+        return
     topology = calibrated(machines, how)
     links = (f"{x.name} {x.latency_s * 1e6:.0f} us, {x.port_bandwidth / 1e6:.4g} MB/s" for x in topology.levels)
     print(f"\ncalibrated {topology.name}: {'; '.join(links)}; transport {topology.transport}", flush=True)

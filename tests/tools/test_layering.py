@@ -29,7 +29,7 @@ LAYERS = (
     {"__main__"},
 )
 FRAMEWORKS = {"megatron", "deepspeed", "transformers"}
-MAY_IMPORT_FRAMEWORKS = {"generation", "integrations", "training", "serving", "convert"}
+MAY_IMPORT_FRAMEWORKS = {"generation", "integrations", "training", "serving", "convert", "bench"}
 MAY_COMMUNICATE = {"comm", "integrations", "training", "serving", "convert", "emulate", "bench", "calibrate"}
 HOSTS_IN_LINKS = {"arxiv.org", "www.apache.org", "semver.org"}
 
