@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
+import importlib
 import os
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -27,56 +29,63 @@ OURS = {
     "grid": lambda world: dict(ulysses_size=1),
     "ring": lambda world: dict(schedule="ring"),
 }
+ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp"
 RIVALS = ("deepspeed", *TRAIN)
-LR, IGNORED = 1e-4, -100
+VOCAB, LR, IGNORED = 256, 1e-4, -100
 
 
 def missing() -> dict[str, str]:
     """The rivals that can't run here, and why."""
-    why = {} if importlib.util.find_spec("deepspeed") else {"deepspeed": "DeepSpeed is not installed"}
+    why = {}
+    try:  # before ranks are forked: it takes seconds
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        importlib.import_module(ULYSSES)
+    except ImportError as error:
+        why["deepspeed"] = f"{ULYSSES}: {error}"
     return why | (dict.fromkeys(TRAIN, reason) if (reason := no_torch_ring()) else {})
 
 
 class Contender:
-    """A model with one way to attend over the ranks, its optimizer and its batch.
+    """A model that attends over the ranks in one way, its optimizer and its batch.
 
-    tokens: int64 [b, s], the same on all ranks. group: None for one rank alone, "plain".
-    Attributes: losses, norms: of each step. gradient: of the last step, before it was clipped, flat in fp32.
+    Args: name of OURS or RIVALS, or "plain": one rank alone, without a group. model: of which it takes a copy.
+        tokens: int64 [b, s], the same on all ranks. wrapper: of `WRAPPERS`.
+    Attributes: losses, norms: of each step, of the gradient before it is clipped. gradient: of the first step, flat in
+        fp32, all of it.
     """
 
-    def __init__(self, name: str, model, tokens: Tensor, group, case: Case, start=None):
-        self.model, self.group, self.case, self.losses, self.norms = copy.deepcopy(model).train(), group, case, [], []
-        self.world, self.rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-        self.gradient: Tensor | None = None
-        self._batch, self._parallel = {"input_ids": tokens, "labels": tokens}, None
-        self._labels = F.pad(tokens[:, 1:], (0, 1), value=IGNORED)
+    def __init__(self, name: str, model, tokens: Tensor, case: Case, group=None, wrapper: str | None = None):
+        self.losses, self.norms, self.gradient = [], [], None
+        self._model, self._group = copy.deepcopy(model).train(), group
+        self._world, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        self._parallel = None
         if name in OURS:
-            config = TreeConfig(**OURS[name](self.world))
-            self._parallel = register_sequence_parallel(self.model, tree_config=config)
-        elif name != "plain":
-            attend = _deepspeed(self.model, group, case) if name == "deepspeed" else _torchs(name, group)
+            config = TreeConfig(**OURS[name](self._world))
+            self._parallel = register_sequence_parallel(self._model, tree_config=config)
+        elif name in RIVALS:
+            attend = _deepspeed(self._model, group, case) if name == "deepspeed" else _torchs(name, group)
             AttentionInterface.register(f"bench_{name}", attend)
             AttentionMaskInterface.register(f"bench_{name}", lambda *args, **kwargs: None)
-            self.model.set_attn_implementation(f"bench_{name}")
-        zigzag = name in TRAIN
-        share = tokens.shape[1] // self.world
-        one = torch.arange(self.rank * share, (self.rank + 1) * share)
-        self._rows = shard_positions(tokens.shape[1], self.rank, self.world) if zigzag else one
-        self._average = start(self.model) if start else None
-        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR)
+            self._model.set_attn_implementation(f"bench_{name}")
+        self._tokens, share = tokens, case.seq_len // self._world
+        contiguous = torch.arange(rank * share, (rank + 1) * share)
+        self._rows = shard_positions(case.seq_len, rank, self._world) if name in TRAIN else contiguous
+        self._average = WRAPPERS[wrapper](self._model, group) if wrapper else None
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LR, fused=True)
 
     def step(self, laps: Laps) -> tuple:
-        """One training step."""
-        batch = self._parallel.shard_batch(self._batch) if self._parallel else self._shard()
+        """One training step; no results that repeat."""
+        ours, parameters = self._parallel is not None, list(self._model.parameters())
+        whole = {"input_ids": self._tokens, "labels": self._tokens}
+        batch = self._parallel.shard_batch(whole) if ours else self._shard()
         laps("batch")
-        loss = self.model(**batch).loss
+        loss = self._model(**batch).loss  # ours: of all ranks' tokens; others: this rank's share of it
         shown = loss.detach().clone()
-        if not self._parallel and self.world > 1:
-            dist.all_reduce(shown, group=self.group)
+        if not ours and self._world > 1:
+            dist.all_reduce(shown, group=self._group)
         laps("forward")
-        (loss if self._parallel else loss * self.world).backward()
+        (loss if ours else loss * self._world).backward()
         laps("backward")
-        parameters = list(self.model.parameters())
         if self._average:
             self._average(parameters)
         if not self.losses:
@@ -89,11 +98,11 @@ class Contender:
         return ()
 
     def _shard(self) -> dict:
-        """This rank's tokens; the loss is a sum, divided by the number of all labels."""
-        labels, rows = self._labels[:, self._rows], self._rows.expand(self.case.batch, -1)
-        total = self.case.batch * (self.case.seq_len - 1)
-        own = {"input_ids": self._batch["input_ids"][:, self._rows], "position_ids": rows}
-        return {**own, "labels": labels, "shift_labels": labels, "num_items_in_batch": total, "use_cache": False}
+        """This rank's tokens; their loss is a sum, divided by the number of all labels."""
+        b, s = self._tokens.shape
+        labels = F.pad(self._tokens[:, 1:], (0, 1), value=IGNORED)[:, self._rows]
+        own = {"input_ids": self._tokens[:, self._rows], "position_ids": self._rows.expand(b, -1)}
+        return {**own, "labels": labels, "shift_labels": labels, "num_items_in_batch": b * (s - 1), "use_cache": False}
 
 
 def _whole(x: Tensor) -> Tensor:
@@ -111,9 +120,6 @@ def _torchs(name: str, group):
 
 def _deepspeed(model, group, case: Case):
     """DeepSpeed's Ulysses as an attention function of Transformers, with heads padded to a number that it can take."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
-
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it is compiled, and sums over all ranks
@@ -124,7 +130,7 @@ def _deepspeed(model, group, case: Case):
         h_kv += -h_kv % world
     while h_kv * ratio % world:
         ratio += 1
-    exchange = UlyssesSPAttentionHF(
+    exchange = importlib.import_module(ULYSSES).UlyssesSPAttentionHF(
         attn=sdpa_attention_forward,
         batch_size=case.batch,
         attn_head_count=h_kv * ratio,
@@ -134,28 +140,27 @@ def _deepspeed(model, group, case: Case):
         process_group=group,
         seq_length_is_variable=True,
     )
-    if (h_kv, ratio) == (case.num_heads_kv, case.num_heads // case.num_heads_kv):
+    if h_kv * ratio == case.num_heads:
         return lambda module, q, k, v, mask, **options: exchange(module, q, k, v, None, **options)
+    more = h_kv - case.num_heads_kv, ratio - case.num_heads // case.num_heads_kv
 
     def attend(module, q, k, v, mask, **options):
-        heads = q.shape[1]
         groups = q.unflatten(1, (k.shape[1], -1))  # [b, h_kv, h / h_kv, s, d]
-        more = h_kv - k.shape[1]
-        q = F.pad(groups, (0, 0, 0, 0, 0, ratio - groups.shape[2], 0, more)).flatten(1, 2)
-        k, v = (F.pad(x, (0, 0, 0, 0, 0, more)) for x in (k, v))
+        q = F.pad(groups, (0, 0, 0, 0, 0, more[1], 0, more[0])).flatten(1, 2)
+        k, v = (F.pad(x, (0, 0, 0, 0, 0, more[0])) for x in (k, v))
         module.num_key_value_groups = ratio
         out, _ = exchange(module, q, k, v, None, **options)  # [b, s, padded heads * d]
         out = out.unflatten(-1, (h_kv, ratio, -1))[:, :, : groups.shape[1], : groups.shape[2]]
-        return out.reshape(*out.shape[:2], heads, -1), None
+        return out.flatten(2), None
 
     return attend
 
 
-def _averaging(model, *, group, case: Case):
+def _averaging(model, group):
     """Average all gradients over the ranks in one message."""
     world = dist.get_world_size(group)
 
-    def average(parameters) -> None:
+    def average(parameters: list[Tensor]) -> None:
         gradients = [p.grad for p in parameters]
         flat = torch.cat([x.flatten() for x in gradients])
         dist.all_reduce(flat, group=group)
@@ -166,15 +171,11 @@ def _averaging(model, *, group, case: Case):
     return average
 
 
-def _fsdp2(model, *, group, case: Case) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
+def _fsdp2(model, group) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(group),))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh)
 
 
-STARTS = {"average": _averaging, "fsdp2": _fsdp2}
-"""How gradients are averaged: what wraps a model, and returns what is to be done after its backward."""
+WRAPPERS = {"average": _averaging, "fsdp2": _fsdp2}
+"""What averages gradients, by name: (model, group) -> what is to be done after a backward, or None."""

@@ -160,6 +160,8 @@ def _line(heading: str, rows: list[Measurement], axis: str = "", x: Callable | N
     for label, field, factor in METRICS:
         points = [(r, _metric(r, field, factor), _metric(r, f"predicted_{field}", factor)) for r in rows]
         points = [point for point in points if point[1]]
+        if not points:  # others don't say what they send
+            continue
         title = heading * (not line)
         if x:
             by_schedule = grouped(points, lambda point: point[0].schedule)
