@@ -11,6 +11,7 @@ import functools
 import pathlib
 import pstats
 import statistics
+import time
 from typing import NamedTuple
 
 import torch
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--wrapper", choices=WRAPPERS, default="average", help="average: one all-reduce of all gradients (default); "
         "fsdp2: torch's fully_shard of every layer")  # fmt: skip
     add("--profile", action="store_true", help="of one contender: write what rank 0 does in five steps into "
-        "profile.txt (cProfile)")  # fmt: skip
+        "profile.txt (calls and CPU time)")  # fmt: skip
     parser.set_defaults(heads=8, kv_heads="8,2", head_dim=64, dtype="fp32", seq_len=[2048])
 
 
@@ -175,8 +176,8 @@ def _chosen(group) -> str | None:
 
 
 def _profile(one: Contender, rank: int, folder: pathlib.Path) -> None:
-    """Five steps of a contender; rank 0 writes down what it did."""
-    profile = cProfile.Profile()
+    """Five steps of a contender; rank 0 writes down what it did, and its main thread's CPU time."""
+    profile = cProfile.Profile(time.thread_time)
     with profile if rank == 0 else contextlib.nullcontext():
         for _ in range(5):
             one.step(Laps([]))
