@@ -32,7 +32,6 @@ from .runs import Case, Settings
 ALLOWED = {torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest relative error of the first step's loss and gradients."""
 LATER = 50.0  # of later steps' losses and gradient norms, by this factor: AdamW divides small gradients by themselves
-WARM_UP, MOST_WARM_UP = 2, 64  # steps; more than two until the plan is chosen
 EXAMPLES = """\
 examples:
   megatron-tree bench step --ranks 2 --seq-len 1k
@@ -47,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     runs.add_arguments(parser, "step", (*OURS, *RIVALS), modelled=False)
     add = parser.add_argument
     add("--layers", type=parse_count, default=2)
+    add("--warm-up", type=parse_count, default=128, metavar="N", help="steps before those that are timed: 2, or up to N "
+        "until a plan is chosen (default: %(default)s)")  # fmt: skip
     add("--wrapper", choices=WRAPPERS, default="average", help="average: one all-reduce of all gradients (default); "
         "fsdp2: torch's fully_shard of every layer")  # fmt: skip
     add("--profile", action="store_true", help="of one contender: write what rank 0 does in five steps into "
@@ -150,7 +151,7 @@ def _on_rank(args, how, case: Case, model, names, meeting: Meeting, truth: Tenso
         if not errors[-1] <= 1:
             return [StepOutcome(error, 1, None, None) for error in errors]
     for one in contenders:
-        while len(one.losses) < WARM_UP or (len(one.losses) < MOST_WARM_UP and not _settled(group)):
+        while len(one.losses) < 2 or (len(one.losses) < args.warm_up and not _settled(group)):
             one.step(Laps([]))
     warm_up = [len(one.losses) for one in contenders]
     take_turns(timings)
@@ -166,13 +167,13 @@ def _on_rank(args, how, case: Case, model, names, meeting: Meeting, truth: Tenso
 
 
 def _settled(group) -> bool:
-    return all(tuning.chosen is not None for tuning in GroupState.of(group).tunings.values())
+    return all(tuning.settled for tuning in GroupState.of(group).tunings.values())
 
 
 def _chosen(group) -> str | None:
     """The plans that were chosen in the group, if any were tried."""
-    chosen = [tuning.chosen for tuning in GroupState.of(group).tunings.values()]
-    return "; ".join(f"{plan.forward} / {plan.backward}" for plan in chosen if plan) or None
+    plans = [tuning.plan for tuning in GroupState.of(group).tunings.values()]
+    return "; ".join(f"{plan.forward} / {plan.backward}" for plan in plans) or None
 
 
 def _profile(one: Contender, rank: int, folder: pathlib.Path) -> None:

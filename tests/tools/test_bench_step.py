@@ -10,12 +10,12 @@ pytest.importorskip("transformers")
 from megatron_tree.bench import command as bench
 from megatron_tree.bench import contenders
 
-SMALL = ["--ranks", 2, "--heads", 4, "--kv-heads", 2, "--head-dim", 16, "--layers", 1, "--steps", 3, "--budget", 0.1]
+SMALL = ["--ranks", 2, "--heads", 4, "--kv-heads", 2, "--head-dim", 16, "--layers", 1, "--warm-up", 2]
 
 
 def step(out, *options):
     """Exit status, and rows by (contender, part)."""
-    status = bench.main([str(x) for x in ("step", *SMALL, "--out", out, *options)])
+    status = bench.main([str(x) for x in ("step", *SMALL, "--steps", 3, "--budget", 0.1, "--out", out, *options)])
     rows = csv.DictReader((out / "results.csv").open()) if status == 0 else []
     return status, {(r["schedule"], r["part"]): r for r in rows}
 
@@ -27,9 +27,9 @@ def without_deepspeed(monkeypatch):
 
 @pytest.mark.usefixtures("without_deepspeed")
 def test_step(tmp_path, capfd):
-    status, rows = step(tmp_path, "--seq-len", 64, "--schedules", "auto", "torch_gather", "--profile")
+    status, _ = step(tmp_path, "--seq-len", 64, "--schedules", "auto", "torch_gather", "--profile")
     assert status == 1 and "--profile needs one contender" in capfd.readouterr().err
-    status, rows = step(tmp_path, "--seq-len", 64, "--schedules", "deepspeed")
+    status, _ = step(tmp_path, "--seq-len", 64, "--schedules", "deepspeed")
     assert status == 1 and "No module named 'deepspeed_that_is_not_here'" in capfd.readouterr().err
     status, rows = step(tmp_path, "--seq-len", 64, "--schedules", "auto", "torch_gather")
     said = capfd.readouterr()
