@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     runs.add_arguments(parser, "step", (*OURS, *RIVALS), modelled=False)
     add = parser.add_argument
     add("--layers", type=parse_count, default=2)
-    add("--warm-up", type=parse_count, default=128, metavar="N", help="steps before those that are timed: 2, or up to N "
-        "until a plan is chosen (default: %(default)s)")  # fmt: skip
+    add("--warm-up", type=parse_count, default=128, metavar="N", help="steps before those that are timed: 2, or up to "
+        "N until a plan is chosen (default: %(default)s)")  # fmt: skip
     add("--wrapper", choices=WRAPPERS, default="average", help="average: one all-reduce of all gradients (default); "
         "fsdp2: torch's fully_shard of every layer")  # fmt: skip
     add("--profile", action="store_true", help="of one contender: write what rank 0 does in five steps into "
