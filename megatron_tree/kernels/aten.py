@@ -166,11 +166,25 @@ def attn_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `Backend.attn_bwd`. block_bwd: computes a block, as `_block_bwd` does."""
     block_bwd = block_bwd or _block_bwd
-    dtype = state_dtype(q.dtype)
-    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
+    q_segments, k_segments = tuple(q_segments), tuple(k_segments)
+    if q_segments == k_segments and (by_position := _by_position(q_segments, q.shape[1], q.device)):
+        order, back, segments = by_position
+        rows = (x.index_select(1, order) for x in (dout, q, k, v))
+        statistics = (x.index_select(2, order) for x in (lse, delta))
+        options = dict(q_segments=segments, k_segments=segments, spec=spec, block_bwd=block_bwd)
+        return tuple(x.index_select(1, back) for x in attn_bwd(*rows, *statistics, **options))
+    blocks, dtype = _blocks(q_segments, k_segments, spec), state_dtype(q.dtype)
     out = out_with_delta(dout, delta)
     lse = torch.where(lse == NEG_INF, -NEG_INF, lse)  # rows that see nothing: exp(s - inf) = 0
-    for block in _blocks(tuple(q_segments), tuple(k_segments), spec):
+    if (
+        len(blocks) == 1
+        and blocks[0].q_len == q.shape[1]
+        and blocks[0].k_len == k.shape[1]
+        and blocks[0].kind != MASKED
+    ):
+        return tuple(x.to(dtype) for x in block_bwd(dout, out, q, k, v, lse, blocks[0], None, spec))
+    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
+    for block in blocks:
         rows, cols = block.q_rows, block.k_rows
         grads = block_bwd(
             *(x[:, rows] for x in (dout, out, q)),

@@ -183,18 +183,21 @@ def test_long_diagonals_in_strips(n):
     assert calls == ([(n, n)] if n > 768 else [(min(64, n - i), min(i + 64, n)) for i in range(0, n, 64)])
 
 
-def test_shards_of_a_whole_document_are_put_in_order(monkeypatch):
+def test_shards_of_whole_documents_are_put_in_order(monkeypatch):
     """A rank that holds all shards of some heads computes one causal square; of several documents, one each."""
     shards = [shard_segments(96, rank, 3)[::-1] for rank in range(3)]
     segments = [x._replace(row=x.row + 32 * rank) for rank, of_rank in enumerate(shards) for x in of_rank]
     segments += [Segment(96, 20, 20, 1), Segment(116, 0, 20, 1), Segment(136, 40, 8, 1)]
-    q, k, v, _ = inputs(144, 144)
+    q, k, v, dout = inputs(144, 144)
     options = dict(q_segments=segments, k_segments=segments, spec=AttnSpec(softmax_scale=0.3))
     calls, kernel = [], aten.widen
     monkeypatch.setattr(aten, "widen", lambda d, *x: calls.append(x[0].shape[1]) or kernel(d, *x))
-    found = aten.attn_fwd(q, k, v, **options)
-    torch.testing.assert_close(found, reference.attn_fwd(q, k, v, **options), rtol=1e-12, atol=1e-12)
-    assert calls == [64, 32, 48]
+    out, lse = aten.attn_fwd(q, k, v, **options)
+    torch.testing.assert_close((out, lse), reference.attn_fwd(q, k, v, **options), rtol=1e-12, atol=1e-12)
+    rest = (lse, (out * dout).sum(-1).transpose(1, 2))
+    expected = reference.attn_bwd(dout, q, k, v, *rest, **options)
+    torch.testing.assert_close(aten.attn_bwd(dout, q, k, v, *rest, **options), expected, rtol=1e-11, atol=1e-11)
+    assert calls == [64, 32, 48, 96, 48]  # strips of 64 rows forward
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
