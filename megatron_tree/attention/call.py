@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,24 +47,42 @@ class AttnArgs:
         backend: Backend,
         with_lse: bool,
         *,
-        repeats_on: torch.device | None = None,
+        device: torch.device | None = None,
+        again: bool = False,
     ) -> AttnCall:
         """Plan the call of tensors of this shape, and of the same with tangents if backend.dual. with_lse: as in
-        `plan_training`. repeats_on: the device of a call that goes backward, and may be tuned (tuning.py)."""
-        config, world = self.config, self.queries.world
-        plan_on = functools.partial(
+        `plan_training`. device: of a call that may be tuned (tuning.py); again: it goes backward."""
+        sizes = (shape, batch, dtype, with_lse, self._mask(), _visible_fraction(self))
+        args = {name: getattr(self, name) for name in _ARGS}
+        made = {"shape": shape, "batch": batch, "dtype": dtype, "net": net, "backend": backend}
+        if device is None or not self._is_tuned():
+            plan = self._plan_on(net, backend.dual, *sizes)(topology=net.topology)
+            if not backend.dual:
+                self._say(shape, plan)
+            return AttnCall(**args, **made, plan=plan)
+        kind = (self.queries.seq_len, self.keys.seq_len, self.spec.causal, self.config, net.fingerprint, *sizes)
+        if (tuning := Tuning.of(self.group, kind)) is None:
+            tuning = Tuning.begin(self.group, kind, self._plan_on(net, False, *sizes), net.topology)
+            self._say(shape, tuning.plan)
+        turn = tuning.next_turn(self.group, device, self.config.timeout_s) if again else None
+        return AttnCall(**args, **made, plan=tuning.plan, turn=turn)
+
+    def _plan_on(self, net, dual, shape, batch, dtype, with_lse, mask, fraction) -> Callable[..., TrainingPlan]:
+        """`plan_training` of the call; of a topology. It must not hold the group."""
+        config = self.config
+        return functools.partial(
             plan_training,
-            world,
+            self.queries.world,
             shape,
             batch=batch,
             seq_len=self.queries.seq_len,
             seq_len_kv=self.keys.seq_len,
             bytes_per_word=dtype.itemsize,
             causal=self.spec.causal,
-            visible_fraction=_visible_fraction(self),
+            visible_fraction=fraction,
             with_lse=with_lse,
-            dual=backend.dual,
-            mask=self._mask(),
+            dual=dual,
+            mask=mask,
             placement=net.placement,
             schedule=config.schedule,
             ulysses_size=config.ulysses_size if self.selected is None else 1,
@@ -72,16 +91,12 @@ class AttnArgs:
             head_chunks=config.head_chunks,
             memory_budget=config.memory_budget,
         )
-        plan, turn = plan_on(topology=net.topology), None
-        if world > 1 and comm.group_rank(self.group) == 0 and not backend.dual:
+
+    def _say(self, shape: Shape, plan: TrainingPlan) -> None:
+        if self.queries.world > 1 and comm.group_rank(self.group) == 0:
             h, h_kv, d, _ = shape
-            say_once(f"attention over {world} ranks ({h} heads, {h_kv} KV heads, head_dim {d}): {plan.reason}")
-        if repeats_on is not None and self._is_tuned():
-            tuning = Tuning.of(self.group, plan, lambda topology: plan_on(topology=topology), net.topology)
-            plan, turn = tuning.next_turn(self.group, repeats_on, config.timeout_s)
-        args = {name: getattr(self, name) for name in _ARGS}
-        made = {"shape": shape, "batch": batch, "dtype": dtype, "net": net, "backend": backend}
-        return AttnCall(**args, plan=plan, turn=turn, **made)
+            ranks = f"{self.queries.world} ranks ({h} heads, {h_kv} KV heads, head_dim {d})"
+            say_once(f"attention over {ranks}: {plan.reason}")
 
     def _is_tuned(self) -> bool:
         """Whether the user leaves the plan to measurements."""

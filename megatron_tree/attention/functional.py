@@ -266,8 +266,8 @@ def _attend(
         backend, largest = backend.with_largest_logits(q)
     net = net.placed(group, q.device, config)
     shape = Shape(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
-    repeats_on = q.device if goes_backward(q, k, v, sinks) else None
-    planned = args.planned(shape, q.shape[0], q.dtype, net, backend, return_lse, repeats_on=repeats_on)
+    again = goes_backward(q, k, v, sinks)
+    planned = args.planned(shape, q.shape[0], q.dtype, net, backend, return_lse, device=q.device, again=again)
     out, lse = attention(q, k, v, sinks, planned, return_lse)
     results = (out, lse) if return_lse else (out,)
     if return_max_logit:  # every pair of a query and a key was in one rank's block

@@ -1,18 +1,22 @@
 """Training calls that measure their plans: a call that is repeated tries a few of them in turns, and keeps the fastest.
 
 Every plan gives the exact result, so a turn costs nothing but the time by which its plan is slower. Every rank times
-its passes. When all turns have gone forward and backward, the ranks compare the slowest rank's medians, once, and all
-take the same plan from then on. Turns are counted, and calls come in the same order on every rank, so no rank needs to
-ask whose turn it is.
+its passes. A turn ends when the ranks find, in a vote of one small message, that all have measured enough and that none
+has a call whose backward is still to come: activation checkpointing runs such a forward again, which must then save the
+same tensors. The last vote of a round carries the times of the slowest rank, by which all choose.
+
+Whose turn it is, and when a vote is due, follows from the number of calls. It is the same on all ranks of a usable
+group: an error after which a group can still be used is raised before the call has a plan, on every rank.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
+import weakref
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
@@ -23,113 +27,159 @@ from ..plan import Topology, TrainingPlan
 from ..plan.alternatives import alternatives
 from ..units import format_seconds
 
-CALLS_BEFORE = 2  # that only what is repeated comes to
-TURNS = 4  # of every plan; the first one is not counted: it makes groups and buffers
-PATIENCE = 4  # times the turns: calls after which those that have not gone backward are not waited for any more
-KINDS_OF_CALLS = 256  # of which a group keeps what it found out
+CALLS_BEFORE = 8  # and one for every rank, as plans for many take longer to make: only what is repeated comes to trials
+ROUNDS = 2  # of turns
+SLOW = 1.5  # times the fastest: slower plans have one turn only
+SAMPLES = 4  # of both passes in a turn; the first is not counted: it makes groups and buffers
+MOST_SAMPLES = 16
+PATIENCE = 128  # votes in vain, after which they come less and less often
+KINDS_KNOWN = 256  # kinds of calls that a group counts
+KINDS_TRIED = 32  # of which it tries plans
 FORWARD, BACKWARD = 0, 1
 
 
 class Tuning:
     """What is known of one kind of call in one group."""
 
-    def __init__(self, planned: TrainingPlan, plan_on: Callable[[Topology], TrainingPlan], topology: Topology):
-        self.planned = planned
-        self.chosen: TrainingPlan | None = None
-        self._calls = 0
-        self._plan_on, self._topology = plan_on, topology
-        self._plans: tuple[TrainingPlan, ...] = ()
-        self._measured: list[tuple[list, list]] = []
+    def __init__(self, plan_on: Callable[..., TrainingPlan], topology: Topology):
+        self.plan = plan_on(topology=topology)
+        """What calls of this kind take now, on all ranks."""
+        self.settled = False
+        """Whether they will always take it."""
+        self.tried: tuple[TrainingPlan, ...] = ()
+        self._alternatives = functools.partial(alternatives, plan_on, topology)
+        self._calls = 0  # that go backward
+        self._turns: list[int] = []  # indices of plans: the current round's turns still to come, the current one first
+        self._round = 0
+        self._times: list[list[Times]] = []  # by plan
+        self._open: weakref.WeakSet[Turn] = weakref.WeakSet()  # between forward and backward
+        self._step = self._period = 0  # the latest call that found none of them, and calls from one such to the next
+        self._next_vote = self._in_vain = 0
+
+    @staticmethod
+    def of(group, kind: tuple) -> Tuning | None:
+        """The group's tuning of one kind of call, once begun."""
+        return GroupState.of(group).tunings.get(kind)
 
     @classmethod
-    def of(cls, group, planned: TrainingPlan, plan_on, topology: Topology) -> Tuning:
-        """The group's tuning of calls with this plan."""
+    def begin(cls, group, kind: tuple, plan_on: Callable[..., TrainingPlan], topology: Topology) -> Tuning:
+        """Begin it. plan_on: the call's plan, of a topology."""
         known = GroupState.of(group).tunings
-        if id(planned) not in known:  # a Tuning holds its plan, so that the number stays the plan's
-            if len(known) >= KINDS_OF_CALLS:
-                known.pop(next(iter(known)))
-            known[id(planned)] = cls(planned, plan_on, topology)
-        return known[id(planned)]
+        if len(known) >= KINDS_KNOWN:
+            del known[next(kind for kind, tuning in known.items() if not tuning.tried)]
+        tuning = known[kind] = cls(plan_on, topology)
+        return tuning
 
-    def next_turn(self, group, device: torch.device, timeout_s: float) -> tuple[TrainingPlan, Turn | None]:
-        """The plan of a call that goes backward, and its turn if it is to be measured. Once, a collective."""
-        if self.chosen is not None:
-            return self.chosen, None
+    def next_turn(self, group, device: torch.device, timeout_s: float) -> Turn | None:
+        """Count a call that goes backward; its turn, if it is to be measured. Collective where a vote is due."""
+        if self.settled or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return None
         self._calls += 1
-        turn = self._calls - 1 - CALLS_BEFORE
-        if turn < 0:
-            return self.planned, None
-        if not self._plans:
-            self._plans = alternatives(self._plan_on, self._topology)
-            self._measured = [([], []) for _ in self._plans]
-            if len(self._plans) == 1:
-                self.chosen = self.planned
-                return self.chosen, None
-        if turn < TURNS * len(self._plans):
-            index = turn % len(self._plans)
-            return self._plans[index], Turn(self, index, group, timeout_s)
-        backwards = [len(backward) for _, backward in self._measured]
-        if min(backwards) >= TURNS or turn > PATIENCE * TURNS * len(self._plans):
-            self._choose(group, device, timeout_s)
-        return self.chosen or self.planned, None
+        if self.tried:
+            if not self._open:
+                self._step, self._period = self._calls, self._calls - self._step
+            if self._calls >= self._next_vote:
+                self._vote(group, device, timeout_s)
+        elif self._calls > CALLS_BEFORE + comm.group_size(group):
+            self._begin(GroupState.of(group).tunings.values())
+        if self.settled or not self.tried:
+            return None
+        self._open.add(turn := Turn(self._times[self._turns[0]][-1], self._open))
+        return turn
 
-    def measured(self, index: int, which: int, seconds) -> None:
-        self._measured[index][which].append(seconds)
+    def _begin(self, known) -> None:
+        if sum(bool(tuning.tried) for tuning in known) >= KINDS_TRIED:
+            self.settled = True
+            return
+        self.tried = self._alternatives()
+        self.settled = len(self.tried) == 1
+        self._times = [[] for _ in self.tried]
+        self._take_turns(range(len(self.tried)))
+        self._step, self._next_vote = self._calls, self._calls + 1
 
-    def _choose(self, group, device: torch.device, timeout_s: float) -> None:
-        """Take the forward and the backward that were fastest on the slowest rank, among those that go together."""
-        medians = [[_median(x) for x in of_plan] for of_plan in self._measured]
-        slowest = comm.all_reduce(torch.tensor(medians, device=device), group, op="max", timeout_s=timeout_s).tolist()
+    def _take_turns(self, indices) -> None:
+        self._turns = list(indices)
+        self.plan = self.tried[self._turns[0]]
+        self._times[self._turns[0]].append(([], []))
+
+    def _vote(self, group, device: torch.device, timeout_s: float) -> None:
+        """Go on to the next turn if all ranks are ready, which they are between steps: the next vote is due when a rank
+        expects its next step."""
+        times, last = self._times[self._turns[0]][-1], len(self._turns) == 1
+        ready = not self._open and min(map(len, times)) >= SAMPLES
+        expected = self._step + self._period
+        if expected <= self._calls:
+            expected = self._calls + max(1, self._in_vain - PATIENCE)
+        medians = [_median(x, which) if ready else 0.0 for x in self._times * last for which in (FORWARD, BACKWARD)]
+        vote = torch.tensor([not ready, expected, *medians], dtype=torch.float64, device=device)
+        busy, expected, *slowest = comm.all_reduce(vote, group, op="max", timeout_s=timeout_s).tolist()
+        self._next_vote, self._in_vain = int(expected), self._in_vain + 1 if busy else 0
+        if busy:
+            return
+        if not last:
+            self._take_turns(self._turns[1:])
+            return
+        self._end_round([tuple(slowest[i : i + 2]) for i in range(0, len(slowest), 2)])
+        if self.settled and comm.group_rank(group) == 0:
+            say_once(f"measured {self._table(slowest)}; from now on {self.plan.forward} | {self.plan.backward}")
+
+    def _end_round(self, slowest: list[tuple[float, float]]) -> None:
+        """Begin the next round, with the plans that are about as fast as the fastest; or choose.
+
+        slowest: seconds of forward and backward by plan, on the slowest rank.
+        """
         best = min(range(len(slowest)), key=lambda i: sum(slowest[i]))
-        heads = self._plans[best].forward.arrangement.heads  # a backward uses what its forward has exchanged
-        fitting = [i for i, plan in enumerate(self._plans) if plan.forward.arrangement.heads == heads]
+        fast = [i for i, seconds in enumerate(slowest) if sum(seconds) <= SLOW * sum(slowest[best])]
+        self._round += 1
+        if self._round < ROUNDS and len(fast) > 1:
+            self._take_turns(fast)
+            return
+        heads = self.tried[best].forward.arrangement.heads  # a backward uses what its forward has exchanged
+        fitting = [i for i, plan in enumerate(self.tried) if plan.forward.arrangement.heads == heads]
         forward, backward = (min(fitting, key=lambda i: slowest[i][which]) for which in (FORWARD, BACKWARD))
-        if sum(slowest[best]) == float("inf"):  # calls did not go backward
-            forward = backward = 0
-        self.chosen = dataclasses.replace(
-            self.planned, forward=self._plans[forward].forward, backward=self._plans[backward].backward
+        self.plan = dataclasses.replace(
+            self.tried[0], forward=self.tried[forward].forward, backward=self.tried[backward].backward
         )
-        if comm.group_rank(group) == 0:
-            say_once(f"measured {self._table(slowest)}; from now on {self.chosen.forward} | {self.chosen.backward}")
+        self.settled, self._times = True, []
 
-    def _table(self, slowest: list[list[float]]) -> str:
+    def _table(self, slowest: list[float]) -> str:
         """Both passes of every plan, with the slowest rank's seconds."""
-        lines = (
-            f"{plan.forward} | {plan.backward}: {' | '.join(map(format_seconds, seconds))}"
-            for plan, seconds in zip(self._plans, slowest)
-        )
-        return "; ".join(lines)
+        seconds = map(format_seconds, slowest)
+        return "; ".join(f"{x.forward} | {x.backward}: {next(seconds)} | {next(seconds)}" for x in self.tried)
 
 
-class Turn(NamedTuple):
+Times = tuple[list, list]  # of forward and backward: seconds, or a CUDA event before and one after
+
+
+class Turn:
     """One call whose passes are measured."""
 
-    tuning: Tuning
-    index: int
-    group: object
-    timeout_s: float
+    def __init__(self, times: Times, open_: weakref.WeakSet):
+        self._times, self._open = times, open_
 
     def timed(self, which: int, device: torch.device, run: Callable):
-        """run(), and note how long it took. On a CPU ranks begin together; on a GPU the host does not wait."""
-        if device.type == "cuda":
+        """run(), and note how long it took. On a GPU the host does not wait."""
+        times = self._times[which]
+        if len(times) >= MOST_SAMPLES:
+            result = run()
+        elif device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             result = run()
             end.record()
-            self.tuning.measured(self.index, which, (begin, end))
-            return result
-        comm.all_reduce(torch.zeros(1), self.group, timeout_s=self.timeout_s)
-        began = time.perf_counter()
-        result = run()
-        self.tuning.measured(self.index, which, time.perf_counter() - began)
+            times.append((begin, end))
+        else:
+            began = time.perf_counter()
+            result = run()
+            times.append(time.perf_counter() - began)
+        if which == BACKWARD:
+            self._open.discard(self)
         return result
 
 
-def _median(times: list) -> float:
-    """Seconds, without the first; infinite if there are none."""
-    if len(times) < 2:
-        return float("inf")
-    return statistics.median(_seconds(x) for x in times[1:])
+def _median(turns: list[Times], which: int) -> float:
+    """Seconds, without the first of every turn."""
+    return statistics.median(_seconds(x) for times in turns for x in times[which][1:])
 
 
 def _seconds(measured) -> float:

@@ -43,8 +43,8 @@ class GroupState:
     """shared/: (type of a device, transport asked for) -> how small collectives travel."""
     topologies: dict[tuple, Any] = field(default_factory=dict)
     """attention/topology.py."""
-    tunings: dict[int, Any] = field(default_factory=dict)
-    """attention/tuning.py: by the plan's `id`."""
+    tunings: dict[tuple, Any] = field(default_factory=dict)
+    """attention/tuning.py: kinds of calls -> their `Tuning`; the oldest first."""
     agreed: dict[tuple, int] = field(default_factory=dict)
     """calls.py: what all ranks have agreed on, or trust in -> its digest; the oldest first."""
     calls: CallRecord = field(default_factory=CallRecord)

@@ -10,17 +10,17 @@ from .choice import SMALL
 from .plans import TrainingPlan
 from .topology import Topology
 
-FACTORS = (1.0, 0.1, 10.0)  # of latencies, and of bandwidths
-MEMORY = 2  # buffers may be so many times as large as the chosen plan's
+FACTOR = 10.0  # by which latencies and bandwidths may be wrong
+MEMORY = 4  # buffers may be so many times as large as the chosen plan's
 
 
-def alternatives(plan_on: Callable[[Topology], TrainingPlan], topology: Topology) -> tuple[TrainingPlan, ...]:
-    """The plans for this topology and for networks ten times as fast and as slow, in latency and in bandwidth, without
-    duplicates; that for the topology itself first. Whatever the network is within these bounds, a good plan is there.
+def alternatives(plan_on: Callable[..., TrainingPlan], topology: Topology) -> tuple[TrainingPlan, ...]:
+    """The plan for this topology, and those for networks `FACTOR` times as fast and as slow, in what a message costs
+    and in what a byte costs, without duplicates: at most five. Whatever the network is in between, one fits.
 
     Plans with much larger buffers than the first one's are left out: to try one must not run out of memory.
     """
-    first, *others = map(plan_on, _networks(topology))
+    first, *others = (plan_on(topology=x) for x in (topology, *_networks(topology)))
     room = max(MEMORY * _buffers(first), SMALL)
     plans = {_key(first): first}
     for plan in others:
@@ -30,18 +30,23 @@ def alternatives(plan_on: Callable[[Topology], TrainingPlan], topology: Topology
 
 
 def _networks(topology: Topology) -> Iterator[Topology]:
-    for slower, faster in itertools.product(FACTORS, FACTORS):
+    factors = (1 / FACTOR, FACTOR)
+    for message, byte in itertools.product(factors, factors):
         yield dataclasses.replace(
             topology,
             levels=tuple(
                 dataclasses.replace(
                     level,
-                    latency_s=level.latency_s * slower,
-                    bandwidth=level.bandwidth * faster,
-                    port_bandwidth=level.port_bandwidth * faster,
+                    latency_s=level.latency_s * message,
+                    bandwidth=level.bandwidth / byte,
+                    port_bandwidth=level.port_bandwidth / byte,
                 )
                 for level in topology.levels
             ),
+            overhead_s=topology.overhead_s * message,
+            shared_overhead_s=topology.shared_overhead_s * message,
+            wake_s=topology.wake_s * message,
+            flops=topology.flops * max(message, byte, 1.0),  # where a plan counts, nothing hides its messages
         )
 
 
