@@ -94,11 +94,11 @@ class TreeConfig:
     file, for instance of `megatron-tree calibrate`. None: the backend's default, dgx_h100 (NCCL) or ethernet (gloo);
     with `tune`, latencies and bandwidths are those that the group's first call measures, unless `deterministic`."""
 
-    tune: bool = False
-    """Where "auto" chooses and a training call is repeated, its first calls try the plans that are best on networks
-    up to ten times as fast or slow as assumed, in turns; then all ranks take the one that was fastest on the slowest
-    rank, and say so once. Results are exact in every turn; their rounding differs. Off with `deterministic`, and where
-    a schedule, a grid, ulysses_size or head_chunks is named."""
+    tune: bool = True
+    """Where "auto" chooses and a training call is repeated, calls try the plans that are best on networks up to ten
+    times as fast or slow as assumed, in turns; then all ranks take the one that was fastest on the slowest rank, and
+    say so once (docs/planner.md). Every turn is exact, but rounds differently. Off with `deterministic`, and where a
+    schedule, a grid, ulysses_size or head_chunks is named."""
 
     memory_budget: int | None = None
     """Limit in bytes of a rank's communication buffers; schedules that need more are excluded. None: no limit."""

@@ -4,6 +4,7 @@
 - selection.py               the keys that an index selects, for `selected`
 - sequences.py               cutting a sequence into shards and joining them
 - call.py, topology.py       one planned attention call, and the network it is planned for
+- tuning.py                  repeated calls that measure their plans
 - validate*.py, spec.py      checks of arguments, and of values (finite.py); the mathematics that they ask for
 - autograd.py                forward and backward of training
 - passes.py, exchanged.py    the same by a plan; with heads exchanged for tokens before and after (heads.py)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_tree import TreeConfig, comm, shard_sequence, tree_attn_func
 from megatron_tree.attention import passes, tuning
 from megatron_tree.comm.group import GroupState
-from support.failing_ranks import IN_TIME, LIMIT, die, run_to_the_end, start_clock
+from support.failing_ranks import HOWS, IN_TIME, LIMIT, die, run_to_the_end, start_clock
 from support.ranks import run_distributed
 
 SEQ, HEADS, DIM = 64, 4, 16
@@ -182,7 +182,7 @@ def _lost(rank, world, how):
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("how", ["exception", *(pytest.param(x, marks=pytest.mark.slow) for x in ("SIGSTOP", "SIGKILL"))])
+@pytest.mark.parametrize("how", ["exception", *(pytest.param(x, marks=pytest.mark.slow) for x in HOWS[:2])])
 def test_a_rank_that_is_lost_in_a_vote_is_named(how):
     outcomes = run_to_the_end(_lost, 4, how, victims=(1,) if how.startswith("SIG") else ())
     for rank in (0, 2, 3):

@@ -44,12 +44,13 @@ def train_all(rank, world, runs):
 
 
 def _train(rank, world, folder, options):
+    from megatron_tree import TreeConfig
     from megatron_tree.integrations import megatron as tree
     from megatron_tree.training.arguments import check_arguments, parse_arguments
     from megatron_tree.training.loop import recorded_signals, train
 
     output = folder.with_name(folder.name + ".txt") if rank == 0 else os.devnull
-    tree.install()
+    tree.install(tree_config=TreeConfig(tune=False))  # runs are compared bit for bit
     try:
         with open(output, "w") as file, contextlib.redirect_stdout(file), recorded_signals() as received:
             args = parse_arguments([*TINY.split(), "--output-dir", str(folder), *options.split()])
