@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from .finite import check_finite_cache
 from .head_shares import all_heads_of, check_head_shares, gather_heads, has_all_heads, slice_of
 from .spec import make_spec
 from .topology import GroupTopology
+from .tuning import FORWARD, Tuning, Turn
 from .validate import check_sinks
 from .validate_cache import check_cache, check_decode_schedule, check_seen_slots, check_selected, check_shared
 
@@ -60,6 +62,8 @@ class DecodeCall:
     backend: kernels.Backend
     net: GroupTopology
     plan: DecodePlan
+    turn: Turn | None
+    """Of the plan, if its calls are to be measured."""
     positions: tuple[Tensor, Tensor] | None
     """Of the queries and slots, as kernels take them."""
     q_shape: torch.Size
@@ -104,7 +108,13 @@ class DecodeCall:
             topology=net.fingerprint,
         )
         net = GroupTopology.over_cache(group, q.device, config)
-        plan, merged_dim = _plan(net, options, whole, head_shares, d_v, projection if of_all else None)
+        plan_on, merged_dim = _plan(net, options, whole, head_shares, d_v, projection if of_all else None)
+        plan, turn = plan_on(topology=net.topology), None
+        if _is_tuned(options, net, q.device) and world > 1:
+            kind = ("decode", whole.shape[:3].numel(), merged_dim, head_shares is not None, config, net.fingerprint)
+            tuning = Tuning.of(group, kind) or Tuning.begin(group, kind, plan_on, net.topology)
+            turn = tuning.next_turn(group, q.device, config.timeout_s)
+            plan = tuning.plan
         if options.schedule == "auto" and world > 1 and q.shape[1] == 1:
             # the reason has numbers that differ between batch sizes
             say_once(f"decode schedule: {plan.reason}", about=f"decode schedule {plan.schedule}")
@@ -116,6 +126,7 @@ class DecodeCall:
             backend=backend,
             net=net,
             plan=plan,
+            turn=turn,
             positions=None if cache.q_positions is None else (cache.q_positions, cache.k_positions),
             q_shape=whole.shape,
             dtype=q.dtype,
@@ -129,6 +140,7 @@ class DecodeCall:
     def run(self, q: Tensor, cache: KVCache, sinks=None, projection=None) -> tuple[Tensor, Tensor]:
         """out [b, s_q, h, d_v] of q's dtype and lse [b, h, s_q], fp32, the same bits on every rank that has a head."""
         shares, group, merged_dim = self.head_shares, self.options.cp_group, self.merged_dim
+        began = None if self.turn is None else time.perf_counter()
         if self.positions is not None:
             cache = cache._replace(q_positions=self.positions[0], k_positions=self.positions[1])
         if self.plan.schedule == "ring" and comm.group_size(group) > 1:
@@ -154,6 +166,8 @@ class DecodeCall:
             if len(projection) != self.num_heads:
                 projection = projection[slice_of(shares, comm.group_rank(group))]
             out = project(out, projection)
+        if began is not None:
+            self.turn.note(FORWARD, time.perf_counter() - began)
         return out, lse
 
     @functools.cached_property
@@ -213,11 +227,18 @@ def _checked(
     return head_shares, spec, backend, cache
 
 
+def _is_tuned(options: DecodeOptions, net: GroupTopology, device: torch.device) -> bool:
+    """Whether the user leaves the schedule to measurements. Not on a GPU, whose steps may be recorded with their plan;
+    through shared memory there is nothing to choose."""
+    free = options.schedule == "auto" and options.config.tune and not options.config.deterministic
+    return free and device.type == "cpu" and net.topology.transport != "shm"
+
+
 def _plan(
     net: GroupTopology, options: DecodeOptions, q: Tensor, head_shares, head_dim_v: int, projection: Tensor | None
-) -> tuple[DecodePlan, int]:
-    """(plan, numbers of a result that is merged) of a call with queries q of all heads, whose partial results may be
-    projected."""
+) -> tuple[Callable[..., DecodePlan], int]:
+    """(the plan on a topology, numbers of a result that is merged) of a call with queries q of all heads, whose partial
+    results may be projected."""
     world, config = comm.group_size(options.cp_group), options.config
     plan_of = functools.partial(
         plan_decode,
@@ -231,11 +252,10 @@ def _plan(
         memory_budget=config.memory_budget,
         deterministic=config.deterministic,
     )
-    plan = plan_of(head_dim_v=head_dim_v)
     if projection is not None and world > 1 and options.schedule != "ring" and not config.deterministic:
         width = projection.shape[1]
-        projected = plan_of(head_dim_v=width)
+        plan, projected = plan_of(head_dim_v=head_dim_v), plan_of(head_dim_v=width)
         more = 0 if head_shares is None else projection.numel() * projection.element_size() * (1 - 1 / world)
         if projects_first(placed_topology(net.topology, net.placement), plan, projected, more):
-            return projected, width
-    return plan, head_dim_v
+            return functools.partial(plan_of, head_dim_v=width), width
+    return functools.partial(plan_of, head_dim_v=head_dim_v), head_dim_v

@@ -1,4 +1,4 @@
-"""Training calls that measure their plans: a call that is repeated tries a few of them in turns, and keeps the fastest.
+"""Calls that measure their plans: a call that is repeated tries a few of them in turns, and keeps the fastest.
 
 Every plan gives the exact result, so a turn costs nothing but the time by which its plan is slower. Every rank times
 its passes. A turn ends when the ranks find, in a vote of one small message, that all have measured enough and that none
@@ -24,7 +24,7 @@ from .. import comm
 from ..comm.group import GroupState
 from ..log import say_once
 from ..plan import Topology, TrainingPlan
-from ..plan.alternatives import alternatives
+from ..plan.alternatives import Plan, alternatives, passes_of
 from ..units import format_seconds
 
 CALLS_BEFORE = 8  # and one for every rank, as plans for many take longer to make: only what is repeated comes to trials
@@ -41,14 +41,14 @@ FORWARD, BACKWARD = 0, 1
 class Tuning:
     """What is known of one kind of call in one group."""
 
-    def __init__(self, plan_on: Callable[..., TrainingPlan], topology: Topology):
+    def __init__(self, plan_on: Callable[..., Plan], topology: Topology):
         self.plan = plan_on(topology=topology)
         """What calls of this kind take now, on all ranks."""
         self.settled = False
         """Whether they will always take it."""
-        self.tried: tuple[TrainingPlan, ...] = ()
+        self.tried: tuple[Plan, ...] = ()
         self._alternatives = functools.partial(alternatives, plan_on, topology)
-        self._calls = 0  # that go backward
+        self._calls = 0
         self._turns: list[int] = []  # indices of plans: the current round's turns still to come, the current one first
         self._round = 0
         self._times: list[list[Times]] = []  # by plan
@@ -62,7 +62,7 @@ class Tuning:
         return GroupState.of(group).tunings.get(kind)
 
     @classmethod
-    def begin(cls, group, kind: tuple, plan_on: Callable[..., TrainingPlan], topology: Topology) -> Tuning:
+    def begin(cls, group, kind: tuple, plan_on: Callable[..., Plan], topology: Topology) -> Tuning:
         """Begin it. plan_on: the call's plan, of a topology."""
         known = GroupState.of(group).tunings
         if len(known) >= KINDS_KNOWN:
@@ -71,7 +71,7 @@ class Tuning:
         return tuning
 
     def next_turn(self, group, device: torch.device, timeout_s: float) -> Turn | None:
-        """Count a call that goes backward; its turn, if it is to be measured. Collective where a vote is due."""
+        """Count a call, of training if it goes backward; its turn, if it is to be measured. A vote may be due here."""
         if self.settled or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return None
         self._calls += 1
@@ -84,7 +84,9 @@ class Tuning:
             self._begin(GroupState.of(group).tunings.values())
         if self.settled or not self.tried:
             return None
-        self._open.add(turn := Turn(self._times[self._turns[0]][-1], self._open))
+        turn = Turn(self._times[self._turns[0]][-1], self._open)
+        if isinstance(self.plan, TrainingPlan):
+            self._open.add(turn)
         return turn
 
     def _begin(self, known) -> None:
@@ -100,7 +102,7 @@ class Tuning:
     def _take_turns(self, indices) -> None:
         self._turns = list(indices)
         self.plan = self.tried[self._turns[0]]
-        self._times[self._turns[0]].append(([], []))
+        self._times[self._turns[0]].append(tuple([] for _ in passes_of(self.plan)))
 
     def _vote(self, group, device: torch.device, timeout_s: float) -> None:
         """Go on to the next turn if all ranks are ready, which they are between steps: the next vote is due when a rank
@@ -110,7 +112,8 @@ class Tuning:
         expected = self._step + self._period
         if expected <= self._calls:
             expected = self._calls + max(1, self._in_vain - PATIENCE)
-        medians = [_median(x, which) if ready else 0.0 for x in self._times * last for which in (FORWARD, BACKWARD)]
+        parts = range(len(times))
+        medians = [_median(x, which) if ready else 0.0 for x in self._times * last for which in parts]
         vote = torch.tensor([not ready, expected, *medians], dtype=torch.float64, device=device)
         busy, expected, *slowest = comm.all_reduce(vote, group, op="max", timeout_s=timeout_s).tolist()
         self._next_vote, self._in_vain = int(expected), self._in_vain + 1 if busy else 0
@@ -119,14 +122,14 @@ class Tuning:
         if not last:
             self._take_turns(self._turns[1:])
             return
-        self._end_round([tuple(slowest[i : i + 2]) for i in range(0, len(slowest), 2)])
+        self._end_round([tuple(slowest[i : i + len(parts)]) for i in range(0, len(slowest), len(parts))])
         if self.settled and comm.group_rank(group) == 0:
-            say_once(f"measured {self._table(slowest)}; from now on {self.plan.forward} | {self.plan.backward}")
+            say_once(f"measured {self._table(slowest)}; from now on {_text(self.plan)}")
 
     def _end_round(self, slowest: list[tuple[float, float]]) -> None:
         """Begin the next round, with the plans that are about as fast as the fastest; or choose.
 
-        slowest: seconds of forward and backward by plan, on the slowest rank.
+        slowest: seconds of every plan's passes, on the slowest rank.
         """
         best = min(range(len(slowest)), key=lambda i: sum(slowest[i]))
         fast = [i for i, seconds in enumerate(slowest) if sum(seconds) <= SLOW * sum(slowest[best])]
@@ -134,21 +137,20 @@ class Tuning:
         if self._round < ROUNDS and len(fast) > 1:
             self._take_turns(fast)
             return
-        heads = self.tried[best].forward.arrangement.heads  # a backward uses what its forward has exchanged
-        fitting = [i for i, plan in enumerate(self.tried) if plan.forward.arrangement.heads == heads]
-        forward, backward = (min(fitting, key=lambda i: slowest[i][which]) for which in (FORWARD, BACKWARD))
-        self.plan = dataclasses.replace(
-            self.tried[0], forward=self.tried[forward].forward, backward=self.tried[backward].backward
-        )
-        self.settled, self._times = True, []
+        self.plan, self.settled, self._times = self.tried[best], True, []
+        if isinstance(self.plan, TrainingPlan):  # a backward uses what its forward has exchanged
+            heads = self.plan.forward.arrangement.heads
+            fitting = [i for i, plan in enumerate(self.tried) if plan.forward.arrangement.heads == heads]
+            forward, backward = (self.tried[min(fitting, key=lambda i: slowest[i][x])] for x in (FORWARD, BACKWARD))
+            self.plan = dataclasses.replace(self.plan, forward=forward.forward, backward=backward.backward)
 
     def _table(self, slowest: list[float]) -> str:
-        """Both passes of every plan, with the slowest rank's seconds."""
+        """Every plan, with the slowest rank's seconds."""
         seconds = map(format_seconds, slowest)
-        return "; ".join(f"{x.forward} | {x.backward}: {next(seconds)} | {next(seconds)}" for x in self.tried)
+        return "; ".join(f"{_text(x)}: {' | '.join(next(seconds) for _ in passes_of(x))}" for x in self.tried)
 
 
-Times = tuple[list, list]  # of forward and backward: seconds, or a CUDA event before and one after
+Times = tuple[list, ...]  # of forward and backward: seconds, or a CUDA event before and one after; of one decode step
 
 
 class Turn:
@@ -159,22 +161,28 @@ class Turn:
 
     def timed(self, which: int, device: torch.device, run: Callable):
         """run(), and note how long it took. On a GPU the host does not wait."""
-        times = self._times[which]
-        if len(times) >= MOST_SAMPLES:
-            result = run()
-        elif device.type == "cuda":
+        if device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             result = run()
             end.record()
-            times.append((begin, end))
+            self.note(which, (begin, end))
         else:
             began = time.perf_counter()
             result = run()
-            times.append(time.perf_counter() - began)
+            self.note(which, time.perf_counter() - began)
         if which == BACKWARD:
             self._open.discard(self)
         return result
+
+    def note(self, which: int, time: float | tuple[torch.cuda.Event, torch.cuda.Event]) -> None:
+        """Seconds that a pass took, or the events around it."""
+        if len(self._times[which]) < MOST_SAMPLES:
+            self._times[which].append(time)
+
+
+def _text(plan: Plan) -> str:
+    return " | ".join(map(str, passes_of(plan)))
 
 
 def _median(turns: list[Times], which: int) -> float:

@@ -53,7 +53,7 @@ class DecodeBench:
         self.group, self.meeting, self.rank, self.settings = group, meeting, comm.group_rank(group), settings
         self.spec = AttnSpec(softmax_scale=case.head_dim**-0.5)
         # "never": gloo's ranks don't meet before the paper's all-reduces, which would cost them a latency
-        self.config = TreeConfig(topology=topology, check="never")
+        self.config = TreeConfig(topology=topology, tune=False, check="never")
         dtype, ranks = DTYPES[case.dtype], case.machines.ranks
         q = torch.randn(case.batch, 1, case.num_heads, case.head_dim, generator=torch.Generator().manual_seed(0))
         shape = (case.batch, case.seq_len // ranks, case.num_heads_kv, case.head_dim)

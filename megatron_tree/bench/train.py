@@ -126,7 +126,7 @@ class TrainBench:
 
     def attend(self, contender: str, *qkv: Tensor) -> Tensor:
         """out of one of `ours`."""
-        config = TreeConfig(topology=self.topology, **PINS[contender](self.machines))
+        config = TreeConfig(topology=self.topology, tune=False, **PINS[contender](self.machines))
         return tree_attn_func(*qkv, cp_group=self.group, config=config)
 
     def step(self, contender: str, laps: Laps) -> tuple[Tensor, ...]:

@@ -7,14 +7,15 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from .choice import SMALL
-from .plans import TrainingPlan
+from .plans import DecodePlan, PassPlan, ReductionPlan, TrainingPlan
 from .topology import Topology
 
+Plan = TrainingPlan | DecodePlan
 FACTOR = 10.0  # by which latencies and bandwidths may be wrong
 MEMORY = 4  # buffers may be so many times as large as the chosen plan's
 
 
-def alternatives(plan_on: Callable[..., TrainingPlan], topology: Topology) -> tuple[TrainingPlan, ...]:
+def alternatives(plan_on: Callable[..., Plan], topology: Topology) -> tuple[Plan, ...]:
     """The plan for this topology, and those for networks `FACTOR` times as fast and as slow, in what a message costs
     and in what a byte costs, without duplicates: at most five. Whatever the network is in between, one fits.
 
@@ -50,9 +51,14 @@ def _networks(topology: Topology) -> Iterator[Topology]:
         )
 
 
-def _key(plan: TrainingPlan) -> tuple:
-    return tuple((p.schedule, p.arrangement, p.head_chunks) for p in (plan.forward, plan.backward))
+def passes_of(plan: Plan) -> tuple[PassPlan, ...] | tuple[ReductionPlan]:
+    """What a plan is made of: forward and backward, or one reduction."""
+    return (plan.forward, plan.backward) if isinstance(plan, TrainingPlan) else (plan,)
 
 
-def _buffers(plan: TrainingPlan) -> int:
-    return max(plan.forward.cost.peak_bytes, plan.backward.cost.peak_bytes)
+def _key(plan: Plan) -> tuple[str, ...]:
+    return tuple(map(str, passes_of(plan)))
+
+
+def _buffers(plan: Plan) -> int:
+    return max(x.cost.peak_bytes for x in passes_of(plan))

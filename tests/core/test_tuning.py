@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import time
 from unittest import mock
 
 import pytest
@@ -10,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from megatron_tree import TreeConfig, comm, shard_sequence, tree_attn_func
-from megatron_tree.attention import passes, tuning
+from megatron_tree import TreeConfig, comm, shard_sequence, tree_attn_func, tree_decode
+from megatron_tree.attention import decode_call, passes, tuning
 from megatron_tree.comm.group import GroupState
 from support.failing_ranks import HOWS, IN_TIME, LIMIT, die, run_to_the_end, start_clock
 from support.ranks import run_distributed
@@ -60,24 +59,38 @@ def _settled():
     return all(x.settled for x in GroupState.of(dist.group.WORLD).tunings.values() if x._calls)
 
 
-def _slow_where(ulysses):
-    """In this context passes take longer where heads are exchanged, or where they are not."""
+class _Clock:
+    """In this context it is the clock of tuning, which goes on when the test says so."""
 
-    def slower(run):
+    now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def __enter__(self):
+        self._patches = [mock.patch.object(module, "time", self) for module in (tuning, decode_call)]
+        for patch in self._patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *_):
+        for patch in self._patches:
+            patch.stop()
+
+
+def _tuned(rank, world, ulysses):
+    """On the last rank passes take longer where heads are exchanged, or where they are not."""
+    want, clock = _step(NAMED), _Clock()
+
+    def timed(run):
         def slow(*args):
             call = next(x for x in args if hasattr(x, "plan"))
-            if (call.plan.forward.ulysses_size > 1) == ulysses:
-                time.sleep(0.02)
+            clock.now += 2 if rank == world - 1 and (call.plan.forward.ulysses_size > 1) == ulysses else 1
             return run(*args)
 
         return slow
 
-    return mock.patch.multiple(passes, _forward=slower(passes._forward), _backward=slower(passes._backward))
-
-
-def _tuned(rank, world, ulysses):
-    want = _step(NAMED)
-    with _slow_where(ulysses):
+    with clock, mock.patch.multiple(passes, _forward=timed(passes._forward), _backward=timed(passes._backward)):
         error, calls = _until_settled(lambda: _error(_step(), want))
     with comm.record() as log:
         _step()
@@ -95,11 +108,11 @@ def test_all_ranks_take_the_fast_plan(ulysses):
 
 
 def _layers(again, accumulated, q, k, v, config):
-    """The sum of some batches of three layers, each of which autograd may have to run again."""
+    """The sum of some batches of two layers, each of which autograd may have to run again."""
     total = 0.0
     for scale in range(1, accumulated + 1):
         x = q * scale
-        for _ in range(3):
+        for _ in range(2):
             attend = functools.partial(_attend, config=config)
             x = attend(x, k, v) if again is None else checkpoint(attend, x, k, v, use_reentrant=again)
         total = total + x
@@ -128,6 +141,31 @@ def test_calls_that_wait_for_their_backward(again):
     error, *found = zip(*run_distributed(_model, 2, again))
     assert max(error) < 1e-5
     assert len(set(found[0])) == 1
+
+
+def _decoded(rank, world, slow):
+    """The largest error of decode steps, and the schedule that they end with, where one of them is slow on one rank."""
+    prepare, clock = comm.prepare_reduction, _Clock()
+
+    def timed(*args, **kwargs):
+        clock.now += 2 if rank == world - 1 and slow in args else 1
+        return prepare(*args, **kwargs)
+
+    torch.manual_seed(1)
+    q, k, v = torch.randn(64, 1, HEADS, DIM), *torch.randn(2, 64, 8, HEADS, DIM)
+    config = TreeConfig(transport="direct")
+    decode = functools.partial(tree_decode, q, k, v, cp_group=dist.group.WORLD, config=config)
+    want = decode(schedule="allgather")
+    with clock, mock.patch.object(comm, "prepare_reduction", timed):
+        error, calls = _until_settled(lambda: _error([decode()], [want]))
+    return error, str(_tuning().plan), calls
+
+
+@pytest.mark.parametrize("slow", ["scatter", "butterfly"])
+def test_decode_takes_the_fast_schedule(slow):
+    error, *found = zip(*run_distributed(_decoded, 4, slow))
+    assert max(error) < 1e-5
+    assert len(set(found[0])) == len(set(found[1])) == 1 and found[0][0] != slow, found
 
 
 def _rejected(rank, world):
