@@ -64,7 +64,7 @@ class AttnArgs:
         if (tuning := Tuning.of(self.group, kind)) is None:
             tuning = Tuning.begin(self.group, kind, self._plan_on(net, False, *sizes), net.topology)
             self._say(shape, tuning.plan)
-        turn = tuning.next_turn(self.group, device, self.config.timeout_s) if again else None
+        turn = tuning.next_turn(self.group, device, self.config.timeout_s, measured=again)
         return AttnCall(**args, **made, plan=tuning.plan, turn=turn)
 
     def _plan_on(self, net, dual, shape, batch, dtype, with_lse, mask, fraction) -> Callable[..., TrainingPlan]:

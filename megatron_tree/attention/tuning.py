@@ -70,8 +70,8 @@ class Tuning:
         tuning = known[kind] = cls(plan_on, topology)
         return tuning
 
-    def next_turn(self, group, device: torch.device, timeout_s: float) -> Turn | None:
-        """Count a call, of training if it goes backward; its turn, if it is to be measured. A vote may be due here."""
+    def next_turn(self, group, device: torch.device, timeout_s: float, measured: bool = True) -> Turn | None:
+        """Count a call; its turn, if one is under way and the call is of use for it. A vote may be due here."""
         if self.settled or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return None
         self._calls += 1
@@ -82,7 +82,7 @@ class Tuning:
                 self._vote(group, device, timeout_s)
         elif self._calls > CALLS_BEFORE + comm.group_size(group):
             self._begin(GroupState.of(group).tunings.values())
-        if self.settled or not self.tried:
+        if self.settled or not self.tried or not measured:
             return None
         turn = Turn(self._times[self._turns[0]][-1], self._open)
         if isinstance(self.plan, TrainingPlan):
@@ -106,12 +106,14 @@ class Tuning:
 
     def _vote(self, group, device: torch.device, timeout_s: float) -> None:
         """Go on to the next turn if all ranks are ready, which they are between steps: the next vote is due when a rank
-        expects its next step."""
+        expects its next step. While nothing goes backward it is put off further and further."""
         times, last = self._times[self._turns[0]][-1], len(self._turns) == 1
         ready = not self._open and min(map(len, times)) >= SAMPLES
         expected = self._step + self._period
         if expected <= self._calls:
             expected = self._calls + max(1, self._in_vain - PATIENCE)
+        if not self._open and not times[0]:
+            expected = 2 * self._calls
         parts = range(len(times))
         medians = [_median(x, which) if ready else 0.0 for x in self._times * last for which in parts]
         vote = torch.tensor([not ready, expected, *medians], dtype=torch.float64, device=device)

@@ -120,7 +120,7 @@ def _layers(again, accumulated, q, k, v, config):
 
 
 def _model(rank, world, again):
-    """Several calls wait for their backward at any time; every third step is an evaluation without one."""
+    """Several calls wait for their backward at a time. Every third step is an evaluation, on rank 0 without a graph."""
     runs = [functools.partial(_layers, again, n) for n in (1, 2)]
     wants = [_step(NAMED, run) for run in runs]
     numbers = itertools.count()
@@ -128,7 +128,8 @@ def _model(rank, world, again):
     def step():
         n = next(numbers)
         if n % 3 == 2:
-            return _error([runs[0](*_inputs(), TUNED)], wants[0])
+            with torch.set_grad_enabled(rank > 0):
+                return _error([runs[0](*_inputs(), TUNED)], wants[0])
         return _error(_step(TUNED, runs[n % 3]), wants[n % 3])
 
     error, _ = _until_settled(step)
@@ -201,6 +202,17 @@ def _changing(rank, world):
 
 def test_what_is_not_repeated_is_not_tried():
     assert run_distributed(_changing, 2) == [(0, 8)] * 2
+
+
+def _without_gradients(rank, world):
+    with torch.no_grad(), mock.patch.object(tuning.Tuning, "_vote", autospec=True, side_effect=tuning.Tuning._vote):
+        for _ in range(100):
+            _attend(*_inputs())
+        return tuning.Tuning._vote.call_count
+
+
+def test_calls_without_gradients_hardly_vote():
+    assert run_distributed(_without_gradients, 2) == [4] * 2  # calls 12, 24, 48, 96
 
 
 def _lost(rank, world, how):
