@@ -79,6 +79,8 @@ def main(argv: list[str]) -> int:
 
 def _soak(args: argparse.Namespace, home: pathlib.Path) -> Soak:
     require()
+    (home / "tree.yaml").write_text("tune: false\n")  # results are compared more closely than plans round alike
+    os.environ["MEGATRON_TREE_CONFIG"] = str(home / "tree.yaml")
     os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", TQDM_DISABLE="1")
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
