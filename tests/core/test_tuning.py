@@ -16,7 +16,20 @@ from support.failing_ranks import HOWS, IN_TIME, LIMIT, die, run_to_the_end, sta
 from support.ranks import run_distributed
 
 SEQ, HEADS, DIM = 64, 4, 16
-NAMED, TUNED = TreeConfig(schedule="grid", ulysses_size=1), TreeConfig(tune=True)
+NAMED, TUNED = TreeConfig(schedule="grid", ulysses_size=1), TreeConfig(topology="ethernet")
+
+
+def _tried(*others):
+    """In this context the planner's plan is tried, and those with these options."""
+
+    def alternatives(plan_on, topology):
+        return tuple(plan_on(topology=topology, **options) for options in ({}, *others))
+
+    return mock.patch.object(tuning, "alternatives", alternatives)
+
+
+def _grid_and_heads(world):
+    return _tried({"ulysses_size": 1, "grid": (1, world)}, {"ulysses_size": world})
 
 
 def _inputs(seq=SEQ):
@@ -90,7 +103,8 @@ def _tuned(rank, world, ulysses):
 
         return slow
 
-    with clock, mock.patch.multiple(passes, _forward=timed(passes._forward), _backward=timed(passes._backward)):
+    slow = mock.patch.multiple(passes, _forward=timed(passes._forward), _backward=timed(passes._backward))
+    with clock, slow, _grid_and_heads(world):
         error, calls = _until_settled(lambda: _error(_step(), want))
     with comm.record() as log:
         _step()
@@ -132,7 +146,8 @@ def _model(rank, world, again):
                 return _error([runs[0](*_inputs(), TUNED)], wants[0])
         return _error(_step(TUNED, runs[n % 3]), wants[n % 3])
 
-    error, _ = _until_settled(step)
+    with _grid_and_heads(world):
+        error, _ = _until_settled(step)
     return error, str(_tuning().plan.forward)
 
 
@@ -154,10 +169,11 @@ def _decoded(rank, world, slow):
 
     torch.manual_seed(1)
     q, k, v = torch.randn(64, 1, HEADS, DIM), *torch.randn(2, 64, 8, HEADS, DIM)
-    config = TreeConfig(transport="direct")
+    config = TreeConfig(topology="ethernet", transport="direct")
     decode = functools.partial(tree_decode, q, k, v, cp_group=dist.group.WORLD, config=config)
     want = decode(schedule="allgather")
-    with clock, mock.patch.object(comm, "prepare_reduction", timed):
+    others = _tried({"schedule": "scatter"}, {"schedule": "butterfly"})
+    with clock, others, mock.patch.object(comm, "prepare_reduction", timed):
         error, calls = _until_settled(lambda: _error([decode()], [want]))
     return error, str(_tuning().plan), calls
 
@@ -177,12 +193,13 @@ def _rejected(rank, world):
         n = next(numbers)
         if n % 7 == 3:
             try:
-                _attend(*(x[:, : SEQ // world - (rank == n % world)] for x in _inputs()), TreeConfig(tune=True))
+                _attend(*(x[:, : SEQ // world - (rank == n % world)] for x in _inputs()), TUNED)
             except ValueError as error:
                 raised.append(str(error))
-        return _error(_step(TreeConfig(tune=True, check="always")), want)
+        return _error(_step(TreeConfig(topology="ethernet", check="always")), want)
 
-    error, calls = _until_settled(step)
+    with _grid_and_heads(world):
+        error, calls = _until_settled(step)
     return error, calls, str(_tuning().plan.forward), len(raised)
 
 
@@ -205,7 +222,8 @@ def test_what_is_not_repeated_is_not_tried():
 
 
 def _without_gradients(rank, world):
-    with torch.no_grad(), mock.patch.object(tuning.Tuning, "_vote", autospec=True, side_effect=tuning.Tuning._vote):
+    votes = mock.patch.object(tuning.Tuning, "_vote", autospec=True, side_effect=tuning.Tuning._vote)
+    with torch.no_grad(), votes, _grid_and_heads(world):
         for _ in range(100):
             _attend(*_inputs())
         return tuning.Tuning._vote.call_count
@@ -217,7 +235,7 @@ def test_calls_without_gradients_hardly_vote():
 
 def _lost(rank, world, how):
     """A rank that is lost where the others vote."""
-    config = TreeConfig(tune=True, timeout_s=LIMIT)
+    config = TreeConfig(topology="ethernet", timeout_s=LIMIT)
     vote = tuning.Tuning._vote
 
     def dies(*args):
@@ -227,8 +245,9 @@ def _lost(rank, world, how):
         vote(*args)
 
     tuning.Tuning._vote = dies
-    while True:
-        _step(config)
+    with _grid_and_heads(world):
+        while True:
+            _step(config)
 
 
 @pytest.mark.alone
