@@ -215,17 +215,18 @@ class RowRunner:
         with shared_checks("prefill_rows", self.cp_group):
             tokens = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True).to(self.device)
             self._check(rows, tokens, dims=2)
-            first = [self.length(row) for row in rows]
-            ends = [at + len(prompt) for at, prompt in zip(first, prompts, strict=True)]
-            whole = [self._begin(*each) for each in zip(rows, prompts, ends, strict=True)]
-        if self.has_states or any(len(new) > len(prompt) for new, prompt in zip(whole, prompts, strict=True)):
+            counts, held = [prompt.shape[0] for prompt in prompts], self._book.rows
+            ends = [held[row].length + n for row, n in zip(rows, counts, strict=True)]
+            whole = [self._begin(*x) for x in zip(rows, prompts, ends)] if self._begins_rows else prompts
+        if self.has_states or [new.shape[0] for new in whole] != counts:
             return torch.stack([self._prefill(row, new.to(self.device)) for row, new in zip(rows, whole, strict=True)])
         with self._forward_pass(rows, tokens.shape[1]) as forward:
-            packed = forward.packed = PackedRows([len(prompt) for prompt in prompts], self.device)
+            packed = forward.packed = PackedRows(counts, self.device)
             tokens, positions = packed.pack(tokens), packed.pack(forward.new_positions(self.device))
             logits = self._run(forward, tokens, positions, keep=packed.ends)[0].float()
         for row, end in zip(rows, ends, strict=True):
-            self.crop(row, end)
+            if held[row].length > end:
+                self.crop(row, end)
         return logits
 
     @torch.no_grad()

@@ -37,15 +37,16 @@ def check_request(
         grammars.check(params.json_schema)
     if prompt_images(request, prompt, runner) is not None and params.prompt_logprobs is not None:
         raise ValueError("prompt_logprobs: a prompt with images has none: leave it out")
-    length = len(prompt) + params.max_tokens
-    asked = f"{len(prompt):,} prompt tokens and max_tokens={params.max_tokens:,}"
+    num_prompt = len(prompt)
+    length = num_prompt + params.max_tokens
+    asked = f"{num_prompt:,} prompt tokens and max_tokens={params.max_tokens:,}"
     if runner.max_positions is not None and length > runner.max_positions:
         raise ValueError(
             f"{asked} exceed the model's {runner.max_positions:,} positions: shorten the prompt, or ask for at "
-            f"most {max(runner.max_positions - len(prompt), 0):,} new tokens"
+            f"most {max(runner.max_positions - num_prompt, 0):,} new tokens"
         )
     page = runner.page_size
-    pages = request.n * -(-length // page) - (request.n - 1) * (len(prompt) // page)
+    pages = request.n * -(-length // page) - (request.n - 1) * (num_prompt // page)
     if capacity is not None and pages * page > capacity:
         each = f" for each of {request.n} answers" if request.n > 1 else ""
         raise ValueError(

@@ -111,19 +111,20 @@ class StepPlanner:
 
     def _short_ones(self, to_fill: list[ActiveAnswer], limit: int) -> list[ActiveAnswer]:
         """Those to run in one pass, short ones of at most this many tokens; none if there is only one."""
-        chosen, lengths, longest, total, widest = [], [], 0, 0, math.inf
+        chosen, lengths, longest, total, latest = [], [], 0, 0, 0
+        positions = self._runner.max_positions or math.inf
         for answer in to_fill:
             before, after, request = answer.length, answer.num_known, answer.request
             missing = after - before
             if request.row is not None or request.scores or answer.lacks_images or missing > self._longest:
                 continue
             width, most = max(longest, missing), limit if missing <= SHORT else self._runner.chunk_size
-            room = min(widest, request.num_prompt + request.params.max_tokens - before)
-            fits = total + missing <= most and width * (len(chosen) + 1) <= PADDED * most and width <= room
+            ends = max(latest, before) + width  # padding, too, has positions
+            fits = total + missing <= most and width * (len(chosen) + 1) <= PADDED * most and ends <= positions
             if fits and self.room.can_pad([*lengths, (before, after)], width):
                 chosen.append(answer)
                 lengths.append((before, after))
-                longest, total, widest = width, total + missing, room
+                longest, total, latest = width, total + missing, max(latest, before)
         return chosen if len(chosen) > 1 else []
 
     def _draft(self) -> list[list[int]]:

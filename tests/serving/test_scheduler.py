@@ -1,5 +1,7 @@
 """Continuous batching: all get what they would get alone, rows are given back, ranks stay in step."""
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +14,9 @@ from megatron_tree.errors import TreeError
 from megatron_tree.generation.requests import Request
 from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.generation.scheduler import Load, QueueFull, Scheduler
-from support.hf_models import plain, prompt, tiny_model
+from megatron_tree.integrations.transformers.attention import TreeCache
+from megatron_tree.integrations.transformers.runner import Runner
+from support.hf_models import plain, prompt, tiny_model, tree_model
 from support.plain_runner import PlainRunner, character_tokenizer
 from support.scheduling import make_scheduler, request, serve, tokens_of
 
@@ -229,3 +233,27 @@ def test_first_come_first_served(model):
         scheduler.submit(request(3, 2), lambda event, number=number: event.last and ended.append(number))
     scheduler.run_until_idle()
     assert ended == [0, 1, 2, 3]
+
+
+def test_python_calls_of_a_token():
+    """Functions of Python and C that are called for 16 + 32 tokens: for each token of 24 rows, and of 16 rows more."""
+    model, calls = tree_model("llama"), []
+    scheduler = Scheduler(Runner(model, TreeCache(model.config)), max_rows=24, max_waiting=24, end_tokens=())
+
+    def count(frame, event, arg):
+        calls[-1] += event in ("call", "c_call")
+
+    for rows in (24, 8, 24):  # the first time something is compiled or read
+        answers = [[] for _ in range(rows)]
+        calls.append(0)
+        sys.setprofile(count)
+        try:
+            for events in answers:
+                scheduler.submit(request(16, 32), events.append)
+            scheduler.run_until_idle()
+        finally:
+            sys.setprofile(None)
+        assert [len(tokens_of(events)) for events in answers] == [32] * rows
+    _, few, many = calls
+    assert many / (24 * 32) <= 107
+    assert (many - few) / (16 * 32) <= 17
