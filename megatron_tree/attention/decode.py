@@ -6,7 +6,6 @@ Ranks send queries and partial results, not the cache. `tree_decode` is one call
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -19,7 +18,6 @@ from .decode_call import DecodeCall, DecodeOptions
 from .precision import autocast
 
 TRUSTING = ("first", "never")  # values of `TreeConfig.check` with which calls that are alike are checked once
-_NOTHING = contextlib.nullcontext()
 
 
 @comm.outside_graphs
@@ -107,7 +105,7 @@ class DecodeStep:
     """
 
     def __init__(self):
-        self._known: dict[tuple, DecodeCall] = {}
+        self._known: dict[tuple, tuple[DecodeCall, tuple]] = {}
 
     def decode(
         self,
@@ -124,24 +122,28 @@ class DecodeStep:
             [b, s_q, h, d_out], each head's result times its matrix. With all heads' the ranks merge projected
             results if the planner predicts that to be faster.
         """
-        of_layer = (q, *cache[:4], sinks, projection)
-        kinds = [x if x is None else (x.shape, x.dtype, x.device) for x in of_layer]
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.decode(q, cache, options, sinks=sinks, projection=projection)
+        group, config, *numbers, slopes, head_shares, schedule = options
+        tensors = (q, *cache[:4], sinks, projection)
         selected = cache.selected
         if selected is not None:  # each layer has its own, which may be of another length
             selected = selected.shape[:2], selected.dtype, selected.device
+        same = (*cache[5:10], group, config, slopes)  # compared by identity, and kept with the key
         key = (
-            *kinds,
-            cache[4:-1],
-            selected,
-            options,
-        )  # tensors in here are compared by identity, and kept with the key
-        no_grad = torch.no_grad() if torch.is_grad_enabled() else _NOTHING
-        with comm.collective_call("tree_decode", options.cp_group, options.config) as call, no_grad:
-            planned = self._known.get(key)
+            *[x if x is None else (x.shape, x.dtype, x.device) for x in tensors],
+            *(cache.head_dim_v, selected, *numbers, head_shares, schedule),
+            *map(id, same),
+        )
+        planned, _ = self._known.get(key, (None, None))
+        if planned is not None and planned.is_alone:
+            return planned.run(q, cache, sinks, projection)
+        with comm.collective_call("tree_decode", group, config) as call:
             if planned is not None:
                 call.repeat(planned.agreement)
             else:
                 planned = DecodeCall.planned(call, q, cache, options, sinks, projection)
-                if options.config.check in TRUSTING:
-                    self._known[key] = planned
+                if config.check in TRUSTING:
+                    self._known[key] = planned, same
             return planned.run(q, cache, sinks, projection)

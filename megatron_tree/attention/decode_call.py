@@ -143,17 +143,18 @@ class DecodeCall:
         began = None if self.turn is None else time.perf_counter()
         if self.positions is not None:
             cache = cache._replace(q_positions=self.positions[0], k_positions=self.positions[1])
-        if self.plan.schedule == "ring" and comm.group_size(group) > 1:
+        if self.plan.schedule == "ring" and not self.is_alone:
             messages = dict(group=group, order=self.net.placement.order, timeout_s=self.options.config.timeout_s)
-            state = decode_ring(self._all_heads(q), cache, self.spec, self.backend, **messages)
+            state = decode_ring(q if shares is None else self._all_heads(q), cache, self.spec, self.backend, **messages)
         else:
             # receives are posted before the local attention, so that gloo announces the buffers to the senders then
-            reduction = self._reducer.start()
-            state = self.backend.attn_decode(self._all_heads(q), cache, self.spec)
+            reduction = None if self.is_alone else self._reducer.start()
+            state = self.backend.attn_decode(q if shares is None else self._all_heads(q), cache, self.spec)
             if state.shape[-1] != merged_dim + 1:
                 partial = project(state[..., :-1].to(q.dtype), projection)
                 state, projection = torch.cat((partial, state[..., -1:]), -1), None
-            state = reduction.finish(state.permute(2, 0, 1, 3) if self._merges_local_heads else state)
+            if reduction is not None:
+                state = reduction.finish(state.permute(2, 0, 1, 3) if self._merges_local_heads else state)
         if self._merges_local_heads:
             state = state.permute(1, 2, 0, 3)
         elif shares is not None:
@@ -169,6 +170,11 @@ class DecodeCall:
         if began is not None:
             self.turn.note(FORWARD, time.perf_counter() - began)
         return out, lse
+
+    @functools.cached_property
+    def is_alone(self) -> bool:
+        """Whether one rank has the whole cache."""
+        return comm.group_size(self.options.cp_group) == 1
 
     @functools.cached_property
     def _merges_local_heads(self) -> bool:
@@ -193,8 +199,6 @@ class DecodeCall:
         )
 
     def _all_heads(self, q: Tensor) -> Tensor:
-        if self.head_shares is None:
-            return q
         messages = dict(transport=self.net.topology.transport, timeout_s=self.options.config.timeout_s)
         return gather_heads(q, self.head_shares, self.options.cp_group, **messages, exchanged=self.exchanges_queries)
 

@@ -83,6 +83,9 @@ class ForwardPass:
         self._progress, self._default_config = progress, default_config()
         self._prefill = PrefillAttention(store, append, cp_group)
         self._step = StepAttention(store, schedule, head_shares)
+        has_all = head_shares is not None or store.book.world == 1
+        self._prefills = has_all and len(append.rows) == 1 and append.num_tokens >= PREFILL_TOKENS
+        """Whether all ranks have many tokens of one row: heads are sharded, or there is one rank."""
         self._exchange: HeadsForTokens | None = None
         if append.shares is not None:
             groups, local = 1 if place is None else place.size, append.shares[store.book.rank]
@@ -153,7 +156,7 @@ class ForwardPass:
         if index.blocks is not None:
             self.store.finish_blocks(layer, self.append, self._positions_of_share(index_k.device), index.blocks)
         view, shares = self.views[self.store.kind_of[layer]], self.append.shares
-        if shares is None and not self._is_prefill(index.q, visible):
+        if shares is None and not (self._prefills and visible is None):
             return select_in_step(self, layer, index, visible, config)
         local = index.q.shape[1] if shares is None else count_tokens(shares[self.store.book.rank])
         index = index._replace(q=index.q[:, :local], weights=index.weights[:, :local])
@@ -192,32 +195,29 @@ class ForwardPass:
         config = config or self._default_config
         if self.packed is not None:
             q = self.packed.pad(q)
-        if latent is not None and options.get("softmax_scale") is None:
-            options["softmax_scale"] = q.shape[-1] ** -0.5  # of the heads, not of latents
-        if selected is not None and (self.shares is not None or self._is_prefill(q, visible)):
+        is_prefill = self._prefills and visible is None
+        if latent is not None:
+            if options.get("softmax_scale") is None:
+                options["softmax_scale"] = q.shape[-1] ** -0.5  # of the heads, not of latents
+            if self.shares is None:
+                latent = self._step.local_heads(latent)
+        if selected is not None and (self.shares is not None or is_prefill):
             options["selected"] = selected.keys
         if self.shares is not None:
             out = self._attend_share(layer, q, latent, visible, config, **options)
-        elif beside is None and self._is_prefill(q, visible):
+        elif beside is None and is_prefill:
             view, shares = self.views[self.store.kind_of[layer]], [[(self.append.first[0], q.shape[1])]]
             num_heads = q.shape[2] if self.head_shares is None else sum(self.head_shares)
             options |= {} if self.head_shares is None else {"head_shares": self.head_shares}
-            latent = self._step.local_heads(latent)
             out = self._prefill.attend(layer, view, q, latent, num_heads, shares=shares, config=config, **options)
         elif selected is not None:
-            latent = self._step.local_heads(latent)
             out = self._step.attend_selected(self, layer, q, selected, latent, config, **options)
         else:
-            state = self._step.attend(self, layer, q, self._step.local_heads(latent), visible, config, **options)
+            state = self._step.attend(self, layer, q, latent, visible, config, **options)
             out = state[0] if beside is None else merged(state, beside)
         if self._progress is not None:
             self._progress(len(self.written), len(self.store.layers))
         return out if self.packed is None else self.packed.pack(out)
-
-    def _is_prefill(self, q: Tensor, visible: Tensor | None) -> bool:
-        """Whether all ranks have many tokens of one row: heads are sharded, or there is one rank."""
-        has_all = self.head_shares is not None or self.store.book.world == 1
-        return has_all and len(self.append.rows) == 1 and q.shape[1] >= PREFILL_TOKENS and visible is None
 
     def _attend_share(
         self, layer: int, q: Tensor, latent, visible, config: TreeConfig, *, sinks: Tensor | None = None, **options

@@ -37,14 +37,15 @@ class LayerPages:
         self.k = self.v = self.k_scale = self.v_scale = self.index_k = None
         self.dtype: torch.dtype | None = None
         self._taken: tuple | None = None
-        """`_kinds` of the last tokens that fitted."""
+        """Heads, head_dim and dtype of the last tokens that fitted."""
 
     def reserve(self, num_pages: int, k: Tensor, v: Tensor) -> None:
         """Allocate at least num_pages pages for tokens like k [b, n, h_kv, d] and v [b, n, h_kv, d_v].
 
         Raises: ValueError if heads, head_dim or dtype differ from those of earlier tokens.
         """
-        if self.k is not None and self._taken == _kinds(k, v) and num_pages <= self.k.shape[0]:
+        kinds = k.shape[2:], v.shape[2:], k.dtype
+        if self.k is not None and self._taken == kinds and num_pages <= self.k.shape[0]:
             return
         if self.k is None:
             self.dtype = k.dtype
@@ -60,7 +61,7 @@ class LayerPages:
                 f"head_dim are {' and '.join(map(str, have.values()))} there, in {self.dtype}"
             )
         self.grow(num_pages)
-        self._taken = _kinds(k, v)
+        self._taken = kinds
 
     def _shapes(self, k: Tensor, v: Tensor) -> dict[str, tuple[int, int]]:
         """(heads, head_dim) of what is stored for tokens like these."""
@@ -101,13 +102,13 @@ class LayerPages:
 
     def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put tokens k [n, h_kv, d], v [n, h_kv, d_v] into slots, int64 [n]: page * page_size + offset in the page."""
-        if self.joined:
-            self.put(slots, {"k": torch.cat((k, v), -1)})
-        elif self.stored is None:
-            self.put(slots, {"k": k, "v": v})
-        else:
+        if self.stored is not None:
             (k, k_scale), (v, v_scale) = quantize(k, self.stored), quantize(v, self.stored)
             self.put(slots, {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale})
+        elif self.latent:
+            self.put(slots, {"k": torch.cat((k, v), -1)})
+        else:
+            self.k.flatten(0, 1)[slots], self.v.flatten(0, 1)[slots] = k, v
 
     @property
     def joined(self) -> bool:
@@ -142,8 +143,8 @@ class LayerPages:
         return slots // self.page_size, slots % self.page_size
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole pages (from, to). Does nothing before the first token."""
-        if self.k is None or not pairs:
+        """Copy whole pages (from, to), one at least. Does nothing before the first token."""
+        if self.k is None:
             return
         self.grow(1 + max(destination for _, destination in pairs))
         sources, destinations = torch.tensor(pairs, device=self.k.device).T
@@ -189,11 +190,6 @@ class LayerPages:
     def allocated_bytes(self) -> int:
         """Bytes of all pages, including free ones."""
         return sum(x.nbytes for x in self.tensors.values())
-
-
-def _kinds(k: Tensor, v: Tensor) -> tuple:
-    """All of tokens k and v that `reserve` checks."""
-    return k.shape[2:], v.shape[2:], k.dtype
 
 
 def _bits(x: Tensor) -> torch.dtype:

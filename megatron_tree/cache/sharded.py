@@ -109,7 +109,8 @@ class ShardedCache:
         append = self.book.append(row_ids, num_tokens, sharded=sharded)
         # copy in all layers at once: the copies are needed even if the model fails before a layer writes
         for pages, kind in zip(self.layers, self.kind_of, strict=True):
-            pages.copy(append.copies[kind])
+            if append.copies[kind]:
+                pages.copy(append.copies[kind])
         return append
 
     def write(self, layer: int, append: Append, k: Tensor, v: Tensor) -> None:

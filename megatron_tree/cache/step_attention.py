@@ -27,9 +27,9 @@ class StepAttention:
         self._paged: dict[tuple, tuple] = {}
         """By what the queries see: the mask, kept so that its id is its own, and fields of the `KVCache`."""
 
-    def local_heads(self, latent: LatentHeads | None) -> LatentHeads | None:
+    def local_heads(self, latent: LatentHeads) -> LatentHeads:
         """How this rank's heads read latents, of how all heads do."""
-        if latent is None or self._head_shares is None or len(latent.up) != sum(self._head_shares):
+        if self._head_shares is None or len(latent.up) != sum(self._head_shares):
             return latent
         return latent._replace(own=slice_of(self._head_shares, self._store.book.rank))
 
@@ -53,27 +53,28 @@ class StepAttention:
                 f"attention_mask {list(visible.shape)} must cover all {forward.end} slots: "
                 f"{forward.append.first[0]} in the cache and {num_queries} new ones"
             )
-        cache, projection = KVCache(pages.k, pages.v, pages.k_scale, pages.v_scale), None
-        # most of the keys are new: as many are made as there are queries
-        expands = latent is not None and self._head_shares is None and forward.end <= 2 * num_queries
-        if expands and latent.pays_to_expand(num_queries):
-            cache = KVCache(*latent.expand(self._entries(forward, layer, q.dtype)))
-        elif latent is not None:
-            q, projection = latent.absorb(q), latent.values
-            entries = pages.k if pages.joined else self._entries(forward, layer, q.dtype)
-            cache = KVCache(entries, None, head_dim_v=latent.rank)
+        k, v, head_dim_v, projection = pages.k, pages.v, None, None
+        if latent is not None:
+            # most of the keys are new: as many are made as there are queries
+            expands = self._head_shares is None and forward.end <= 2 * num_queries
+            if expands and latent.pays_to_expand(num_queries):
+                k, v = latent.expand(self._entries(forward, layer, q.dtype))
+            else:
+                q, projection, v, head_dim_v = latent.absorb(q), latent.values, None, latent.rank
+                k = pages.k if pages.joined else self._entries(forward, layer, q.dtype)
         by_position = options.get("window_size", (-1, -1)) != (-1, -1) or options.get("alibi_slopes") is not None
         by_position = by_position or attention_chunk_size is not None
-        if cache.k is pages.k:
+        if k is pages.k:
             key = kind, by_position, id(visible)
             if key not in self._paged:
                 self._paged[key] = visible, self._pages_seen(forward, kind, visible, by_position, config)
-            cache = KVCache(*cache[:5], **self._paged[key][1])
+            cache = KVCache(k, v, pages.k_scale, pages.v_scale, head_dim_v, **self._paged[key][1])
         else:
             view = forward.views[kind]
-            cache = cache._replace(lengths=view.lengths, **self._positions(forward, view, visible, by_position))
-            if cache.k_positions is not None:
-                cache = cache._replace(k_positions=cache.k_positions[:, : cache.k.shape[1]])
+            seen = self._positions(forward, view, visible, by_position)
+            if seen:
+                seen["k_positions"] = seen["k_positions"][:, : k.shape[1]]
+            cache = KVCache(k, v, head_dim_v=head_dim_v, lengths=view.lengths, **seen)
         options |= {"head_shares": self._head_shares, "schedule": self._schedule}
         call = {"options": DecodeOptions(forward.cp_group, config, **options)}
         call |= {"sinks": sinks, "projection": projection}

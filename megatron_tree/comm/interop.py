@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.distributed.device_mesh import DeviceMesh
 
 _REASON = "ranks run it together, between two graphs of torch.compile: leave out fullgraph=True"
@@ -20,9 +21,9 @@ def outside_graphs(fn: Callable) -> Callable:
     def call(*args, **kwargs):
         nonlocal disabled
         try:  # a frame that breaks in a try block is left alone; another one is compiled for all kinds of arguments
+            if get_eval_frame_callback() is None:  # nothing is compiled
+                return fn(*args, **kwargs)
             if disabled is None:
-                if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and importing it takes a second
-                    return fn(*args, **kwargs)
                 disabled = torch.compiler.disable(fn, reason=_REASON)
             return disabled(*args, **kwargs)
         except BaseException:

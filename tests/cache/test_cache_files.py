@@ -50,10 +50,10 @@ def _load(rank, world, folder, family, dtype="auto", page_size=3):
     loads = cache.store.book.loads
     assert max(loads) - min(loads) <= 1
     for layer in range(3):
-        if cache.window(layer) is not None:
+        if cache.windows[layer] is not None:
             kind = cache.store.kind_of[layer]
-            assert cache.store.num_local(kind) <= 2 * (cache.window(layer) + page_size)
-            assert cache.store.book.numbers[kind].capacity * page_size <= 2 * (cache.window(layer) + 16 + page_size)
+            assert cache.store.num_local(kind) <= 2 * (cache.windows[layer] + page_size)
+            assert cache.store.book.numbers[kind].capacity * page_size <= 2 * (cache.windows[layer] + 16 + page_size)
     with pytest.raises(ValueError, match="holds a batch of 2 rows already"):
         cache.load(folder, fingerprint=model_fingerprint(model))
     result = generate(model, torch.cat((ids, ids[:, :3]), 1), cache=cache, max_new_tokens=NEW, keep_logits=True)

@@ -151,7 +151,7 @@ def _many_steps(rank, world, family):
         if step in (100, 500):
             seen[step] = cache.store.allocated_bytes, own_bytes()
     per_token = 3 * 2 * 2 * 8 * 4  # layers, k and v, KV heads, head_dim, fp32
-    window = cache.window(0)
+    window = cache.windows[0]
     tokens = 520 / world + 16 if window is None else window + 2 * 16
     assert seen[500][0] <= (1 + 1 / GROWTH) * (tokens + 16) * per_token
     assert cache.nbytes <= tokens * per_token

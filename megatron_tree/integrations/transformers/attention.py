@@ -65,7 +65,8 @@ def tree_attention(
     update, running = last_update.get(), current_run.get()
     forget_notes()  # if this call fails, the run is over
     # of the class: reading an attribute of a configuration takes some function calls
-    if sliding_window is None and getattr(type(getattr(module, "config", None)), "model_type", None) in WINDOW_IN_MASK:
+    model_type = getattr(type(getattr(module, "config", None)), "model_type", None)
+    if sliding_window is None and model_type in WINDOW_IN_MASK:
         sliding_window = module.config.sliding_window
     _check_call(module, sliding_window, kwargs)
     options = {
@@ -80,7 +81,7 @@ def tree_attention(
         options["selected"] = indices
     if isinstance(attention_mask, IndexMask | BlockMask):
         attention_mask = attention_mask.mask
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if isinstance(attention_mask, SequenceShard):
         if update is not None:
             raise ValueError(NOTHING_BESIDE)
@@ -97,11 +98,12 @@ def tree_attention(
         return _attention_without_cache(module, q, k, v, attention_mask, options).contiguous(), None
     _check_update(module, key, value, update, sliding_window)
     cache = update.cache
-    if (chunk := chunk_size(module)) is not None:
-        options["attention_chunk_size"] = chunk
     forward = update.forward
-    if forward.positions is not None and has_temperature(module):
-        q = with_temperature(module, q, forward.positions, max(forward.append.first))
+    if model_type in CHUNKED:
+        if (chunk := chunk_size(module)) is not None:
+            options["attention_chunk_size"] = chunk
+        if forward.positions is not None and has_temperature(module):
+            q = with_temperature(module, q, forward.positions, max(forward.append.first))
     out = forward.attend(
         cache.slot_of[update.layer_idx],
         q,
@@ -156,7 +158,7 @@ def _check_plain(module, attention_mask, dropout: float, update: Update | None) 
             f"attention_mask {shape}: attn_implementation='tree' takes [batch, slots] with 0 for padding (or none), "
             "not a mask of queries by keys"
         )
-    shares = getattr(module, "head_shares", None)  # set where a model's weights are split over ranks
+    shares = vars(module).get("head_shares")  # set where a model's weights are split over ranks
     if shares != (None if update is None else update.cache.head_shares):
         cache = "no cache is given"
         if update is not None:
@@ -169,24 +171,27 @@ def _check_plain(module, attention_mask, dropout: float, update: Update | None) 
 
 def _check_update(module, key: Tensor, value: Tensor, update: Update, sliding_window: int | None) -> None:
     """Raise ``ValueError`` unless a layer attends to what the last cache update returned, and to all of its window."""
+    is_same = key is update.keys and value is update.values
+    is_same = is_same or (_equal(key, update.keys) and _equal(value, update.values))
+    if is_same and sliding_window == (held := update.cache.windows[update.layer_idx]):
+        return
     name = f"{type(module).__name__} (layer_idx={getattr(module, 'layer_idx', None)})"
-    if not (_is_same(key, update.keys) and _is_same(value, update.values)):
+    if not is_same:
         raise ValueError(
             f"{name} attends to {key.shape[2]} keys {list(key.shape)}, but the last cache update was one of layer "
             f"{update.layer_idx} with {update.keys.shape[2]} keys {list(update.keys.shape)}: this model does not pass "
             "what the cache returns on to the attention function. Use attn_implementation='sdpa' for it, and its own "
             "cache"
         )
-    if sliding_window != (held := update.cache.window(update.layer_idx)):
-        raise ValueError(
-            f"{name} attends with sliding_window={sliding_window}, but its configuration gives the cache {held}: "
-            "tokens that it needs may be gone. Use attn_implementation='sdpa' for this model, and Transformers' own "
-            "cache"
-        )
+    raise ValueError(
+        f"{name} attends with sliding_window={sliding_window}, but its configuration gives the cache {held}: "
+        "tokens that it needs may be gone. Use attn_implementation='sdpa' for this model, and Transformers' own "
+        "cache"
+    )
 
 
-def _is_same(x: Tensor, y: Tensor) -> bool:
-    return x is y or (x.shape == y.shape and (x.data_ptr() == y.data_ptr() or torch.equal(x, y)))
+def _equal(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and (x.data_ptr() == y.data_ptr() or torch.equal(x, y))
 
 
 def _check_not_running(module, running: TreeCache | None) -> None:

@@ -83,8 +83,9 @@ class TreeCache(Cache):
         index_on_ranks(config)
         check_pages(text, page_size)
         options = {"page_size": page_size, "dtype": dtype, "latent": self.latent}
-        windows = [kinds[layer_idx].window for layer_idx in attending]
-        self.store = ShardedCache(windows, rank=self.rank, world=self.world, **options)
+        self.windows = {layer_idx: kinds[layer_idx].window for layer_idx in attending}
+        """By number of an attention layer in the model: how many of the last tokens the cache keeps; None = all."""
+        self.store = ShardedCache([*self.windows.values()], rank=self.rank, world=self.world, **options)
         self.rows: list[int] = []
         """The batch of Transformers' own `generate`, in its order."""
         self.texts: list[tuple[Row, Tensor]] = []
@@ -133,7 +134,8 @@ class TreeCache(Cache):
 
         Returns: what that call is to be given, the arguments; the attention reads the pages.
         """
-        self._check_taken()
+        if last_update.get() is not None:
+            self._check_taken()
         if not self.runs.is_open:
             self._join_batch_run(key_states, layer_idx)
         forward = self.runs.forward
@@ -228,10 +230,6 @@ class TreeCache(Cache):
     def length(self, index: int) -> int:
         """Tokens of row `index` of the batch; 0 before there is one."""
         return self.store.book.rows[self.rows[index]].length if self.rows else 0
-
-    def window(self, layer_idx: int) -> int | None:
-        """How many of the last tokens the cache keeps for a layer; None = all."""
-        return self.store.book.windows[self.store.kind_of[self.slot_of[layer_idx]]]
 
     @property
     def batch_size(self) -> int:

@@ -72,27 +72,28 @@ def attn_decode(q: Tensor, cache: KVCache, spec: AttnSpec) -> Tensor:
     if selected is not None:  # every query is a row
         sharers, q, selected = shape[1], q.flatten(0, 1)[:, None], selected.flatten(0, 1).contiguous()
         cache = cache._replace(lengths=None)
-    b, s_q, h, d = q.shape
-    q, k, v = _unit_columns(q.float()), _unit_columns(cache.k), _unit_columns(cache.values)
-    h_kv, d_v = v.shape[2:]
-    table, k_scale, v_scale = cache.block_table, cache.k_scale, cache.v_scale
-    slots, chunk = (cache.num_slots, CHUNK) if selected is None else (selected.shape[1], SELECTED_CHUNK)
+    k, v, k_scale, v_scale, head_dim_v, lengths, q_positions, k_positions, table = cache[:9]
+    v = k[..., :head_dim_v] if v is None else v
+    q = q if q.dtype == torch.float32 else q.float()
+    q, k, v, table = [x if x is None or x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, table)]
+    (b, s_q, h, d), (h_kv, d_v), page_size, item = q.shape, v.shape[2:], k.shape[1], k.element_size()
+    slots = selected.shape[1] if selected is not None else page_size * (1 if table is None else table.shape[1])
+    chunk = CHUNK if selected is None else SELECTED_CHUNK
     num_chunks = max(1, -(-slots // chunk))
     parts = torch.empty((b, num_chunks, s_q * h, d_v + 2))
     out = torch.empty((b, s_q, h, d_v + 1))
-    table = None if table is None else _unit_columns(table)
-    integers = (cache.lengths, cache.q_positions, cache.k_positions)
-    lengths, q_positions, k_positions = (None if x is None else x.to(torch.int64) for x in integers)
-    lengths = None if lengths is None else lengths.contiguous()
+    lengths = None if lengths is None else lengths.to(torch.int64).contiguous()
+    if k_positions is not None:
+        q_positions, k_positions = q_positions.to(torch.int64), k_positions.to(torch.int64)
     slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes)  # fp32
     tensors = (q, k, v, k_scale, v_scale, table, selected, lengths, q_positions, k_positions, slopes, parts, out)
     strides = [None if x is None else x.stride() for x in (q, k, v, k_scale, v_scale, q_positions, k_positions, table)]
-    sizes = (b, s_q, h, h_kv, d, d_v, slots, chunk, sharers, max(1, k.shape[1]), k.element_size())
-    sizes += (len(spec.alibi_slopes or ()),)
-    call = _Call.from_buffer_copy(_sizes(sizes, *strides, spec.softmax_scale, spec.softcap, spec.left, spec.right))
+    sizes = (b, s_q, h, h_kv, d, d_v, slots, chunk, sharers, max(1, page_size), item, len(spec.alibi_slopes or ()))
+    numbers = spec.softmax_scale, spec.softcap, spec.window_size, spec.causal
+    call = _Call.from_buffer_copy(_sizes(sizes, *strides, *numbers))
     _ADDRESSES.pack_into(call, _Call.q.offset, *[0 if x is None else x.data_ptr() for x in tensors])
     library, tasks = _library(k.dtype), b * num_chunks
-    bytes_read = b * slots * h_kv * (d + d_v) * k.element_size()
+    bytes_read = b * slots * h_kv * (d + d_v) * item
     threads = min(torch.get_num_threads(), tasks, bytes_read // _BYTES_OF_A_THREAD)
     if threads > 1:
         ends = [tasks * i // threads for i in range(threads + 1)]
@@ -106,14 +107,10 @@ def attn_decode(q: Tensor, cache: KVCache, spec: AttnSpec) -> Tensor:
     return out.view(*shape, d_v + 1)
 
 
-def _unit_columns(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 @functools.lru_cache(maxsize=256)
 def _sizes(
     sizes: tuple[int, ...], q, k, v, k_scale, v_scale, q_positions, k_positions, table, scale: float, softcap: float,
-    left: int | None, right: int | None,
+    window_size: tuple[int, int], causal: bool,
 ) -> _Call:  # fmt: skip
     """A call without its pointers, the same in every layer and step of a shape; tensors are given by their strides."""
     b, s_q, h, h_kv, d, d_v, slots, chunk, sharers, page_size, item, rows_of_slopes = sizes
@@ -122,7 +119,7 @@ def _sizes(
         slots=slots, chunk=chunk, num_chunks=max(1, -(-slots // chunk)), page_size=page_size,
         sharers=sharers, selected_row=slots,
         table_row=0 if table is None else table[0],
-        left=-1 if left is None else left, right=-1 if right is None else right,
+        left=max(-1, window_size[0]), right=0 if causal else max(-1, window_size[1]),
         slopes_row=h if rows_of_slopes > 1 else 0,
         scale=scale, softcap=softcap,
         **_strides(("q_row", "q_token", "q_head"), q, 1),
