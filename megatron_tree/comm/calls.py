@@ -78,7 +78,7 @@ class CollectiveCall:
         if self._call is not None:
             self._state.calls.leave(self._call)
             if error is None and not torch.is_grad_enabled():  # no backward will follow, which would ask
-                self._state.watchdog.settle(wait_limit(self._config.timeout_s))
+                self._state.watchdog.settle(self._config.timeout_s)
 
     def agree(self, *, changing: dict | None = None, of_batch: dict | None = None, **values) -> Agreement:
         """Raise the same ``ValueError`` on every rank unless all ranks of the group make the same call.
@@ -128,17 +128,17 @@ class CollectiveCall:
             self._begin(agreement, compares=False)
 
     def _begin(self, agreement: Agreement, *, compares: bool, meanwhile: bool = False, settles: bool = False) -> None:
-        timeout_s = wait_limit(self._config.timeout_s)
-        calls, watchdog = self._state.calls, self._state.watchdog or Watchdog.of(self._group, timeout_s)
+        timeout_s, calls = self._config.timeout_s, self._state.calls
+        watchdog = self._state.watchdog or Watchdog.of(self._group, wait_limit(timeout_s))
         call = self._call = calls.begin(self._name, agreement.digest, meets=self._config.check != "never")
         watchdog.settle(timeout_s, at_most=0 if settles else MEANWHILE)
-        request = functools.partial(compare, watchdog, Signature(self._name, agreement.values, timeout_s), call.number)
+        request = functools.partial(_compare, watchdog, self._name, agreement.values, timeout_s, call.number)
         if calls.doubts:
             compares, meanwhile, calls.doubts = True, False, False
         if compares and meanwhile:
             watchdog.compare_meanwhile(call, request)
         elif compares:
-            outcome = watchdog.store.run(request, timeout_s)
+            outcome = watchdog.store.run(request, wait_limit(timeout_s))
             if outcome is not None:
                 calls.doubt(call)
                 raise watchdog.fail(outcome) if isinstance(outcome, Report) else outcome
@@ -158,6 +158,10 @@ class CollectiveCall:
         else:
             with contextlib.suppress(CommError):
                 watchdog.fail(Report(f"{type(error).__name__}: {error},{watchdog.where()}", cause="error"))
+
+
+def _compare(watchdog: Watchdog, name: str, values: dict, timeout_s: float, number: int, store):
+    return compare(watchdog, Signature(name, values, wait_limit(timeout_s)), number, store)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..merge import SumReducer
 from .group import GroupState, group_rank, group_size
 from .health.watchdog import Watchdog
-from .shared import SUMS, resolve_shared, shared, transport_of
+from .shared import SUMS, resolve_shared, shared
 from .team import Team, from_next, subgroup
 from .traffic import note
 from .work import Mail, Pending, meet, run, wait_for
@@ -219,7 +219,8 @@ def gather_rows(
     state = GroupState.of(group)
     if state.size == 1:
         return x
-    transport = transport_of(state, group, x.device, transport, timeout_s)
+    known = state.transports.get((x.device.type, transport))
+    transport = known or resolve_shared(group, x.device, transport, timeout_s=timeout_s)
     if transport == "shm":
         return state.shared.gather_rows(x, counts, group, timeout_s)
     if transport == "builtin" and exchanged:
@@ -252,7 +253,8 @@ def sum_over_ranks(x: Tensor, group, *, transport: str = "auto", timeout_s: floa
     state = GroupState.of(group)
     if (n := state.size) == 1:
         return x
-    transport = transport_of(state, group, x.device, transport, timeout_s)
+    known = state.transports.get((x.device.type, transport))
+    transport = known or resolve_shared(group, x.device, transport, timeout_s=timeout_s)
     if transport == "shm" and x.dtype in SUMS:
         return state.shared.sum(x.contiguous(), group, timeout_s)
     if transport == "builtin":

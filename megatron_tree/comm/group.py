@@ -65,18 +65,19 @@ class GroupState:
             return _ALONE
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             raise _not_a_member()
-        if (state := _states.get(group)) is None:
+        if (state := _states.get(weakref.ref(group))) is None:
             if dist.get_rank(group) < 0:
                 raise _not_a_member()
             ranks = tuple(dist.get_process_group_ranks(group))
-            state = _states[group] = cls(len(ranks), dist.get_rank(group), dist.get_backend(group), ranks)
+            state = cls(len(ranks), dist.get_rank(group), dist.get_backend(group), ranks)
+            _states[weakref.ref(group, _states.pop)] = state
         return state
 
 
 IN_PART: contextvars.ContextVar[bool] = contextvars.ContextVar("tree_part_of_call", default=False)
 """calls.py: whether what runs is part of a call that this rank is in already."""
 _ALONE = GroupState(1, 0, "gloo", (0,))
-_states: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # group -> its GroupState
+_states: dict[weakref.ref, GroupState] = {}  # by group; a WeakKeyDictionary would take a function call more to look up
 
 
 def _not_a_member() -> ValueError:

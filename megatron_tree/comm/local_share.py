@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Generator
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from ..kernels import merge_packed
 from .collectives import start_reduce_scatter
 from .group import group_rank, group_size
-from .shared import CAPACITY, shared
+from .shared import CAPACITY, SharedMemory, shared
 from .team import Team, from_next
 from .traffic import note
 from .work import Mail
@@ -64,25 +65,38 @@ class ReduceArgs:
 
     def merge_shared(self, parts: Tensor) -> Tensor:
         """Merge states [n, ...] that the ranks have handed each other through shared memory."""
-        packed = self.reducer is PackedReducer
-        return shared(self.group).merge(parts) if packed else self.reducer.merge(parts)
+        return self.memory.merge(parts) if self.reducer is PackedReducer else self.reducer.merge(parts)
 
-    def merges_in_memory(self, state: Tensor) -> bool:
+    @functools.cached_property
+    def memory(self) -> SharedMemory:
+        return shared(self.group)
+
+    @functools.cached_property
+    def merges_in_memory(self) -> bool:
         """Whether memory.c merges the ranks' states as it reads them."""
-        return self.reducer is PackedReducer and state.dtype == torch.float32 and state.nbytes <= CAPACITY
+        num_bytes = math.prod(self.shape) * self.dtype.itemsize
+        return self.reducer is PackedReducer and self.dtype == torch.float32 and num_bytes <= CAPACITY
+
+    @functools.cached_property
+    def first(self) -> int:
+        """Of "local_share": the first of this rank's rows."""
+        return sum(self.shares[: self.rank])
 
     def team(self, ranks: tuple[int, ...], *name) -> Team:
         return Team(self.group, (ranks,), self.transport, self.timeout_s, name)
 
 
-def local_share_shared(args: ReduceArgs) -> Steps:
+def local_share_in_memory(args: ReduceArgs, state: Tensor) -> Tensor:
     """Through shared memory, from which each rank merges its rows."""
-    state, memory = (yield), shared(args.group)
-    if args.merges_in_memory(state):
-        first = sum(args.shares[: args.rank])
-        return memory.merge_rows(state, first, args.shares[args.rank], args.group, args.timeout_s)
-    parts = memory.exchange(by_owner(state, args.shares, args.ranks), args.group, args.timeout_s)
+    if args.merges_in_memory:
+        count = args.shares[args.rank]
+        return args.memory.merge_rows(state.contiguous(), args.first, count, args.group, args.timeout_s)
+    parts = args.memory.exchange(by_owner(state, args.shares, args.ranks), args.group, args.timeout_s)
     return _unpadded(args, args.merge_shared(parts))
+
+
+def local_share_shared(args: ReduceArgs) -> Steps:
+    return local_share_in_memory(args, (yield))
 
 
 def local_share_builtin(args: ReduceArgs) -> Steps:

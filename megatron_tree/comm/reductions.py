@@ -18,8 +18,15 @@ from torch import Tensor
 from ..merge import finite, normalized, numerators
 from .collectives import all_reduce, start_gather
 from .group import group_size
-from .local_share import PackedReducer, ReduceArgs, Steps, local_share_builtin, local_share_direct, local_share_shared
-from .shared import shared
+from .local_share import (
+    PackedReducer,
+    ReduceArgs,
+    Steps,
+    local_share_builtin,
+    local_share_direct,
+    local_share_in_memory,
+    local_share_shared,
+)
 from .team import from_next
 from .traffic import note
 from .work import Mail, Transfer
@@ -28,14 +35,20 @@ from .work import Mail, Transfer
 class Reduction:
     """A reduction whose receives are posted; `finish` merges this rank's state with all others."""
 
-    def __init__(self, steps: Steps | None):
+    def __init__(self, steps: Steps):
         self._steps = steps
-        if steps is not None:
-            next(steps)
+        next(steps)
 
     def finish(self, state: Tensor) -> Tensor:
         """The merged state, the same bits on every rank. state: of the shape announced."""
-        return state if self._steps is None else _finish(self._steps, state.contiguous())
+        return _finish(self._steps, state.contiguous())
+
+
+class AtOnce:
+    """A `Reduction` that posts nothing beforehand, so that one will do for any number of states."""
+
+    def __init__(self, finish: Callable[[Tensor], Tensor]):
+        self.finish = finish
 
 
 def _finish(steps: Steps, state: Tensor) -> Tensor:
@@ -49,12 +62,12 @@ def _finish(steps: Steps, state: Tensor) -> Tensor:
 class Reducer:
     """Reductions of states of one shape, see `prepare_reduction`; `start` begins one."""
 
-    def __init__(self, steps: Callable[[], Steps] | None):
-        self._steps = steps
+    def __init__(self, steps: Callable[[], Steps] | None, at_once: AtOnce | None = None):
+        self._steps, self._at_once = steps, at_once
 
-    def start(self) -> Reduction:
+    def start(self) -> Reduction | AtOnce:
         """Post the receives. Every rank calls it, then `Reduction.finish`."""
-        return Reduction(None if self._steps is None else self._steps())
+        return self._at_once or Reduction(self._steps())
 
 
 def prepare_reduction(
@@ -82,7 +95,7 @@ def prepare_reduction(
     """
     n = group_size(group)
     if n == 1:
-        return Reducer(None)
+        return Reducer(None, AtOnce(lambda state: state))
     args = ReduceArgs(
         shares=shares,
         shape=tuple(shape),
@@ -96,6 +109,8 @@ def prepare_reduction(
         across=across,
         reducer=reducer,
     )
+    if transport == "shm" and schedule in _IN_MEMORY:
+        return Reducer(None, AtOnce(functools.partial(_IN_MEMORY[schedule], args)))
     steps = _SCHEDULES.get((schedule, transport)) or _SCHEDULES[schedule, "direct"]
     return Reducer(functools.partial(steps, args))
 
@@ -114,11 +129,11 @@ def _allgather_builtin(args: ReduceArgs) -> Steps:
     return args.reducer.merge(start_gather(state[None], args.team(args.ranks)).wait())
 
 
-def _allgather_shared(args: ReduceArgs) -> Steps:
-    state, memory = (yield), shared(args.group)
-    if args.merges_in_memory(state):
-        return memory.merge_rows(state, 0, len(state), args.group, args.timeout_s)
-    return args.merge_shared(memory.gather(state, args.group, args.timeout_s))
+def _allgather_in_memory(args: ReduceArgs, state: Tensor) -> Tensor:
+    state = state.contiguous()
+    if args.merges_in_memory:
+        return args.memory.merge_rows(state, 0, len(state), args.group, args.timeout_s)
+    return args.merge_shared(args.memory.gather(state, args.group, args.timeout_s))
 
 
 def _to_all(args: ReduceArgs, mail: Mail, ranks: tuple[int, ...]) -> Steps:
@@ -269,12 +284,12 @@ def _two_level_builtin(args: ReduceArgs) -> Steps:
     return state
 
 
+_IN_MEMORY = {"allgather": _allgather_in_memory, "local_share": local_share_in_memory}
 _SCHEDULES = {
     ("allreduce", "builtin"): _allreduce,
     ("allreduce", "direct"): _allreduce,  # the paper's schedule is made of the backend's collectives
     ("allgather", "builtin"): _allgather_builtin,
     ("allgather", "direct"): lambda args: _to_all(args, args.mail("all_gather"), args.ranks),
-    ("allgather", "shm"): _allgather_shared,
     ("butterfly", "builtin"): _butterfly_builtin,
     ("butterfly", "direct"): lambda args: _double(args, args.mail("butterfly"), args.order),
     ("scatter", "builtin"): _scatter_builtin,
@@ -282,7 +297,6 @@ _SCHEDULES = {
     ("scatter", "shm"): _scatter_builtin,
     ("local_share", "builtin"): local_share_builtin,
     ("local_share", "direct"): local_share_direct,
-    ("local_share", "shm"): local_share_shared,
     ("two_level", "builtin"): _two_level_builtin,
     ("two_level", "direct"): _two_level_direct,
 }

@@ -14,21 +14,22 @@ class Sent(NamedTuple):
     bytes: int
 
 
-_recorders: list[list[Sent]] = []
+recorders: list[list[Sent]] = []
+"""The open records."""
 
 
 @contextlib.contextmanager
 def record():
     """A list that fills with every operation of this rank while the context is open."""
     log: list[Sent] = []
-    _recorders.append(log)
+    recorders.append(log)
     try:
         yield log
     finally:
-        _recorders.remove(log)
+        recorders.remove(log)
 
 
 def note(op: str, ranks: int, num_bytes: int) -> None:
     """Add an operation to the open records."""
-    for log in _recorders:
+    for log in recorders:
         log.append(Sent(op, ranks, num_bytes))

@@ -111,10 +111,11 @@ class Watchdog:
     def settle(self, timeout_s: float, *, at_most: int = 0) -> None:
         """Wait for what `compare_meanwhile` has started, but for the latest `at_most`. Raises if ranks differ."""
         while len(self._comparisons) > at_most:
-            outcome = self.store.wait(self._comparisons.popleft(), timeout_s)
+            outcome = self.store.wait(self._comparisons.popleft(), wait_limit(timeout_s))
             if isinstance(outcome, Report):
                 raise self.fail(outcome)
-        self.check_usable()
+        if self.error is not None or self.rejection is not None:
+            self.check_usable()
 
     def where(self) -> str:
         """What this rank does, for messages: " in tree_attn_func, call 3 of its group, in step 5"."""

@@ -33,7 +33,7 @@ from ..group import GroupState, resolve_transport
 from ..health.agreement import gather
 from ..health.watchdog import Watchdog
 from ..machines import hosts
-from ..traffic import note
+from ..traffic import note, recorders
 
 CAPACITY = 1 << 18  # bytes of a slot: what is larger goes in pieces
 _OPTIONS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
@@ -73,11 +73,7 @@ def resolve_shared(group, device: torch.device, transport: str, *, timeout_s: fl
     Collective at the group's first call, unless the transport is "direct" or "builtin".
     Raises: ``ValueError`` where "shm" is asked for and can't be had; `CommError`.
     """
-    return transport_of(GroupState.of(group), group, device, transport, timeout_s)
-
-
-def transport_of(state: GroupState, group, device: torch.device, transport: str, timeout_s: float) -> str:
-    """`resolve_shared` of a group whose state is at hand."""
+    state = GroupState.of(group)
     if (known := state.transports.get((device.type, transport))) is None:
         known = state.transports[device.type, transport] = _resolve(group, device, transport, timeout_s)
     return known
@@ -241,7 +237,7 @@ class SharedMemory:
         """x [counts[rank], ...] of every rank -> [sum(counts), ...], in rank order."""
         out = x.new_empty((sum(counts), *x.shape[1:]))
         size = x.shape[1:].numel() * x.element_size()
-        parts = _numbers(*(n * size for n in counts))
+        parts = _numbers(*[n * size for n in counts])
         self._run(
             "gather", group, timeout_s, _GATHER, _EVERYONE, x.data_ptr(), out.data_ptr(), out.nbytes, parts, x.nbytes
         )
@@ -298,11 +294,13 @@ class SharedMemory:
         if self._watchdog is None:
             self._watchdog = Watchdog.of(group)
         watchdog, world = self._watchdog, self._team.world
-        watchdog.check_usable()
-        sends = source in (_EVERYONE, self._team.rank)
-        if sent is None:
-            sent = sends * num_bytes * (world if op == _EXCHANGE else 1)
-        note(f"shared {name}", world, sent)
+        if watchdog.error is not None or watchdog.rejection is not None:
+            watchdog.check_usable()
+        if recorders:
+            if sent is None:
+                sends = source in (_EVERYONE, self._team.rank)
+                sent = sends * num_bytes * (world if op == _EXCHANGE else 1)
+            note(f"shared {name}", world, sent)
         with self._in_use:
             self._team.stamp = watchdog.calls.stamp
             call = self._ref, op, source, x, out, num_bytes, parts
