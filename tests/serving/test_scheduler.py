@@ -255,5 +255,5 @@ def test_python_calls_of_a_token():
             sys.setprofile(None)
         assert [len(tokens_of(events)) for events in answers] == [32] * rows
     _, few, many = calls
-    assert many / (24 * 32) <= 107
+    assert many / (24 * 32) <= 96
     assert (many - few) / (16 * 32) <= 17
