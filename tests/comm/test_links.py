@@ -62,8 +62,9 @@ def test_finds_what_the_network_was_set_to():
         (found, num_bytes, seconds), *others = cluster.run(_on_cluster)
     assert all(other == found for other, *_ in others)
     inside, between = found.levels
-    assert 1 / 2 < between.latency_s / LATENCY_S < 2
-    assert 1 / 2 < between.bandwidth / PAYLOAD < 2 and 1 / 2 < between.port_bandwidth / PAYLOAD < 2
+    ratios = between.latency_s / LATENCY_S, between.bandwidth / PAYLOAD, between.port_bandwidth / PAYLOAD
+    # within 2 on idle cores; the network that would be assumed is 100 times as fast
+    assert all(1 / 4 < x < 4 for x in ratios), ratios
     assert inside.latency_s < LATENCY_S / 2
     assert num_bytes < 3 * links.FEW * (links.MOST["cpu"] + links.PROBE) and seconds < 5
 
