@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from .. import comm
+from ..comm.links import without_latency
 from ..plan import Level, Topology
 from . import compute
 from .links import REPEATS, Links, Pair
@@ -56,10 +57,7 @@ def calibrate(
     links = Links(device, timeout_s)
     if links.world < 2:
         raise ValueError("calibrate: one rank has no links to measure: start at least two")
-    members: dict[str, list[int]] = {}
-    for rank, host in enumerate(comm.hosts(dist.group.WORLD, timeout_s=timeout_s)):
-        members.setdefault(host, []).append(rank)
-    hosts, backend = list(members.values()), comm.backend(dist.group.WORLD)
+    hosts, backend = comm.ranks_by_host(dist.group.WORLD, timeout_s=timeout_s), comm.backend(dist.group.WORLD)
     say(f"{links.world} ranks on {len(hosts)} hosts, {backend} on {device.type}")
     levels, overhead_s, table = _measure_levels(links, hosts, say)
     transport, wake_s, shared_s, chunk_s = "builtin", 0.0, 0.0, overhead_s  # a GPU's launches take about as long
@@ -159,7 +157,7 @@ def _measure_pairs(links: Links, pairs: list[Pair]) -> tuple[float, float, float
     for pair in pairs:
         small = _alone(links, pair)
         overhead_s = max(0.0, (_alone(links, pair, count=_BURST) - small) / (_BURST - 1))
-        bandwidth = num_bytes / _without_latency(_alone(links, pair, num_bytes), small)
+        bandwidth = num_bytes / without_latency(_alone(links, pair, num_bytes), small)
         measured.append((max(small / 2 - overhead_s, small / 4), bandwidth, overhead_s))
     return tuple(map(statistics.median, zip(*measured)))
 
@@ -186,11 +184,6 @@ def _measure_sharing(links: Links, levels: list[Level], hosts: list[list[int]], 
     return max(0.0, step - max(overhead_s, p * shared_s)), shared_s
 
 
-def _without_latency(seconds: float, latency_s: float) -> float:
-    """At least half: on a busy machine a small message may take longer than a large one."""
-    return max(seconds - latency_s, seconds / 2)
-
-
 def _alone(links: Links, pair: Pair, *args, **kwargs) -> float:
     return links.exchange([pair], *args, **kwargs)[pair].median
 
@@ -205,5 +198,5 @@ def _measure_ports(links: Links, across: list[tuple[list[int], list[int]]], band
         large = links.exchange(pairs, num_bytes).values()
         seconds = max(times.all for times in large)
         latency_s = REPEATS * min(times.median for times in small)
-        rates.append(REPEATS * len(pairs) * num_bytes / _without_latency(seconds, latency_s))
+        rates.append(REPEATS * len(pairs) * num_bytes / without_latency(seconds, latency_s))
     return statistics.median(rates)

@@ -41,7 +41,7 @@ from .health.monitored import monitored, waited_s
 from .interop import check_local, outside_graphs, process_group
 from .links import Links, measured_links
 from .local_share import by_owner
-from .machines import hosts
+from .machines import hosts, ranks_by_host
 from .reductions import Reducer, prepare_reduction
 from .shared import resolve_shared
 from .stages import Stages, run_stages
@@ -79,6 +79,7 @@ __all__ = [
     "part_of_call",
     "prepare_reduction",
     "process_group",
+    "ranks_by_host",
     "record",
     "resolve_shared",
     "resolve_transport",

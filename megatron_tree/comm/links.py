@@ -10,7 +10,6 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ import torch
 from ..units import format_bytes, format_seconds
 from .collectives import GATHERS
 from .group import GroupState, resolve_transport
-from .machines import hosts
+from .machines import ranks_by_host
 from .team import Team
 from .work import Mail, Pending, start_shift
 
@@ -65,18 +64,14 @@ def measured_links(group, device: torch.device, *, timeout_s: float = 600.0) -> 
     """
     found = GroupState.of(group).links
     if device.type not in found:
-        found[device.type] = _measure(group, hosts(group, timeout_s=timeout_s), device, timeout_s)
+        found[device.type] = _measure(group, ranks_by_host(group, timeout_s=timeout_s), device, timeout_s)
     return found[device.type]
 
 
-def _measure(group, hosts_of: Sequence, device: torch.device, timeout_s: float) -> Links:
-    """hosts_of: one id per group rank; equal ids are one host."""
-    members: dict[object, list[int]] = {}
-    for rank, host in enumerate(hosts_of):
-        members.setdefault(host, []).append(rank)
-    places = [tuple(r for r in place if r is not None) for place in itertools.zip_longest(*members.values())]
+def _measure(group, by_host: list[list[int]], device: torch.device, timeout_s: float) -> Links:
+    places = [tuple(r for r in place if r is not None) for place in itertools.zip_longest(*by_host)]
     across = [place for place in places if len(place) > 1]  # a ring for each place on a host
-    inside = [tuple(ranks) for ranks in members.values() if len(ranks) > 1]
+    inside = [tuple(ranks) for ranks in by_host if len(ranks) > 1]
     kinds = [inside, across[:1]]
     rings = _Rings(group, device, timeout_s)
     rings.slowest([])  # all are here, and NCCL has its communicator
@@ -102,8 +97,13 @@ def _link(*figures: float) -> Link:
 
 
 def _rate(num_bytes: int, seconds: float, small: float) -> float:
-    """Bytes/s of a message, without what a small one takes, but for half of its time: machines are busy at times."""
-    return num_bytes / max(seconds - small, seconds / 2) if seconds else math.inf
+    """Bytes/s of a message, without what a small one takes."""
+    return num_bytes / without_latency(seconds, small) if seconds else math.inf
+
+
+def without_latency(seconds: float, latency_s: float) -> float:
+    """At least half: on a busy machine a small message may take longer than a large one."""
+    return max(seconds - latency_s, seconds / 2)
 
 
 def _long(rate: float, small: float, device: torch.device) -> int:

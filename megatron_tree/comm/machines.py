@@ -24,6 +24,14 @@ def hosts(group, *, timeout_s: float = 600.0) -> tuple[str, ...]:
     return state.hosts
 
 
+def ranks_by_host(group, *, timeout_s: float = 600.0) -> list[list[int]]:
+    """The group ranks on each host, hosts in the order of their first rank. See `hosts`."""
+    members: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts(group, timeout_s=timeout_s)):
+        members.setdefault(host, []).append(rank)
+    return list(members.values())
+
+
 def _this_host() -> str:
     try:
         return f"{socket.gethostname()}/{os.stat('/proc/self/ns/net').st_ino}"
