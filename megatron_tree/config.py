@@ -95,10 +95,10 @@ class TreeConfig:
     with `tune`, latencies and bandwidths are those that the group's first call measures, unless `deterministic`."""
 
     tune: bool = True
-    """Where "auto" chooses and a call is repeated, of training or (over messages, on CPUs) of decoding, calls try the
-    plans that are best on networks up to ten times as fast or slow as assumed, in turns. Then all ranks take what was
-    fastest on the slowest rank, and say so once (docs/planner.md). Turns are exact, but each rounds differently. Off
-    with `deterministic`, and where a schedule, a grid, ulysses_size or head_chunks is named."""
+    """Where "auto" chooses, a kind of call of training or (over messages, on CPUs) of decoding tries the plans that are
+    best on networks up to ten times as fast or slow as assumed, once, aside. All ranks take what was fastest on the
+    slowest rank, and say so once (docs/planner.md). Plans are exact, but each rounds differently. Off with
+    `deterministic`, and where a schedule, a grid, ulysses_size or head_chunks is named."""
 
     memory_budget: int | None = None
     """Limit in bytes of a rank's communication buffers; schedules that need more are excluded. None: no limit."""

@@ -22,7 +22,7 @@ from ..plan import Arrangement, Mask, PassPlan, Shape, TrainingPlan, plan_traini
 from .cell import Cell, Selected, wire_dtype
 from .rows import TeamRows, VisibleRows
 from .topology import GroupTopology
-from .tuning import Tuning, Turn
+from .tuning import Stopwatch, tuned_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,23 +49,28 @@ class AttnArgs:
         *,
         device: torch.device | None = None,
         again: bool = False,
+        rehearse: Callable[[AttnCall, Stopwatch], None] | None = None,
     ) -> AttnCall:
         """Plan the call of tensors of this shape, and of the same with tangents if backend.dual. with_lse: as in
-        `plan_training`. device: of a call that may be tuned (tuning.py); again: it goes backward."""
+        `plan_training`. rehearse: runs the passes of a call on this device, whose plan may be measured (tuning.py);
+        again: it goes backward."""
         sizes = (shape, batch, dtype, with_lse, self._mask(), _visible_fraction(self))
         args = {name: getattr(self, name) for name in _ARGS}
-        made = {"shape": shape, "batch": batch, "dtype": dtype, "net": net, "backend": backend}
-        if device is None or not self._is_tuned():
-            plan = self._plan_on(net, backend.dual, *sizes)(topology=net.topology)
-            if not backend.dual:
-                self._say(shape, plan)
-            return AttnCall(**args, **made, plan=plan)
-        kind = (self.queries.seq_len, self.keys.seq_len, self.spec.causal, self.config, net.fingerprint, *sizes)
-        if (tuning := Tuning.of(self.group, kind)) is None:
-            tuning = Tuning.begin(self.group, kind, self._plan_on(net, False, *sizes), net.topology)
-            self._say(shape, tuning.plan)
-        turn = tuning.next_turn(self.group, device, self.config.timeout_s, measured=again)
-        return AttnCall(**args, **made, plan=tuning.plan, turn=turn)
+        made = functools.partial(AttnCall, **args, shape=shape, batch=batch, dtype=dtype, net=net, backend=backend)
+        plan_on = self._plan_on(net, backend.dual, *sizes)
+        if rehearse is None or not self._is_tuned():
+            plan = plan_on(topology=net.topology)
+        else:
+            rows = self.queries.seq_len, self.keys.seq_len
+            kind = (*rows, self.spec.causal, self.config, net.fingerprint, again, *sizes)
+
+            def run(plan: TrainingPlan, watch: Stopwatch) -> None:
+                rehearse(made(plan=plan), watch)
+
+            plan = tuned_plan(self.group, kind, plan_on, net.topology, run, device, self.config.timeout_s, again=again)
+        if not backend.dual:
+            self._say(shape, plan)
+        return made(plan=plan)
 
     def _plan_on(self, net, dual, shape, batch, dtype, with_lse, mask, fraction) -> Callable[..., TrainingPlan]:
         """`plan_training` of the call; of a topology. It must not hold the group."""
@@ -99,11 +104,13 @@ class AttnArgs:
             say_once(f"attention over {ranks}: {plan.reason}")
 
     def _is_tuned(self) -> bool:
-        """Whether the user leaves the plan to measurements."""
+        """Whether the user leaves the plan to measurements, and the call is of a kind that may come again: slices and
+        dispatched documents are most often new with every batch."""
         config = self.config
         named = (config.grid, config.grid_backward, config.head_chunks, config.ulysses_size)
         free = config.schedule == "auto" and not any(named) and self.selected is None
-        return config.tune and free and not config.deterministic and self.queries.world > 1
+        lasting = self.spec.ranges is None and not isinstance(self.queries.layout, Dispatched)
+        return config.tune and free and lasting and not config.deterministic and self.queries.world > 1
 
     def _mask(self) -> Mask | None:
         """What the planner needs to know of the mask, where it may hide much of the keys. A window over documents that
@@ -130,8 +137,6 @@ class AttnCall(AttnArgs):
     net: GroupTopology
     backend: Backend
     """The kernels of this call."""
-    turn: Turn | None = None
-    """Of the plan, if its passes are to be measured."""
 
     @property
     def wire_dtype(self) -> torch.dtype:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,7 +24,7 @@ from .finite import check_finite_cache
 from .head_shares import all_heads_of, check_head_shares, gather_heads, has_all_heads, slice_of
 from .spec import make_spec
 from .topology import GroupTopology
-from .tuning import FORWARD, Tuning, Turn
+from .tuning import Stopwatch, tuned_plan
 from .validate import check_sinks
 from .validate_cache import check_cache, check_decode_schedule, check_seen_slots, check_selected, check_shared
 
@@ -62,8 +61,6 @@ class DecodeCall:
     backend: kernels.Backend
     net: GroupTopology
     plan: DecodePlan
-    turn: Turn | None
-    """Of the plan, if its calls are to be measured."""
     positions: tuple[Tensor, Tensor] | None
     """Of the queries and slots, as kernels take them."""
     q_shape: torch.Size
@@ -109,24 +106,14 @@ class DecodeCall:
         )
         net = GroupTopology.over_cache(group, q.device, config)
         plan_on, merged_dim = _plan(net, options, whole, head_shares, d_v, projection if of_all else None)
-        plan, turn = plan_on(topology=net.topology), None
-        if _is_tuned(options, net, q.device) and world > 1:
-            kind = ("decode", whole.shape[:3].numel(), merged_dim, head_shares is not None, config, net.fingerprint)
-            tuning = Tuning.of(group, kind) or Tuning.begin(group, kind, plan_on, net.topology)
-            turn = tuning.next_turn(group, q.device, config.timeout_s)
-            plan = tuning.plan
-        if options.schedule == "auto" and world > 1 and q.shape[1] == 1:
-            # the reason has numbers that differ between batch sizes
-            say_once(f"decode schedule: {plan.reason}", about=f"decode schedule {plan.schedule}")
         share = whole.numel() * whole.element_size() / world
-        return cls(
+        made = functools.partial(
+            cls,
             agreement=agreement,
             options=options,
             spec=spec,
             backend=backend,
             net=net,
-            plan=plan,
-            turn=turn,
             positions=None if cache.q_positions is None else (cache.q_positions, cache.k_positions),
             q_shape=whole.shape,
             dtype=q.dtype,
@@ -136,11 +123,23 @@ class DecodeCall:
             exchanges_queries=exchanges_queries(placed_topology(net.topology, net.placement), share),
             merged_dim=merged_dim,
         )
+        if _is_tuned(options, net, q.device) and world > 1:
+
+            def run(plan: DecodePlan, watch: Stopwatch) -> None:
+                watch.timed(lambda: made(plan=plan).run(q, cache, sinks, projection))
+
+            kind = ("decode", whole.shape[:3].numel(), merged_dim, head_shares is not None, config, net.fingerprint)
+            plan = tuned_plan(group, kind, plan_on, net.topology, run, q.device, config.timeout_s)
+        else:
+            plan = plan_on(topology=net.topology)
+        if options.schedule == "auto" and world > 1 and q.shape[1] == 1:
+            # the reason has numbers that differ between batch sizes
+            say_once(f"decode schedule: {plan.reason}", about=f"decode schedule {plan.schedule}")
+        return made(plan=plan)
 
     def run(self, q: Tensor, cache: KVCache, sinks=None, projection=None) -> tuple[Tensor, Tensor]:
         """out [b, s_q, h, d_v] of q's dtype and lse [b, h, s_q], fp32, the same bits on every rank that has a head."""
         shares, group, merged_dim = self.head_shares, self.options.cp_group, self.merged_dim
-        began = None if self.turn is None else time.perf_counter()
         if self.positions is not None:
             cache = cache._replace(q_positions=self.positions[0], k_positions=self.positions[1])
         if self.plan.schedule == "ring" and not self.is_alone:
@@ -167,8 +166,6 @@ class DecodeCall:
             if len(projection) != self.num_heads:
                 projection = projection[slice_of(shares, comm.group_rank(group))]
             out = project(out, projection)
-        if began is not None:
-            self.turn.note(FORWARD, time.perf_counter() - began)
         return out, lse
 
     @functools.cached_property

@@ -9,6 +9,7 @@ raise the same ``ValueError``.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -28,9 +29,10 @@ from ..layout import (
     shard_lengths,
 )
 from ..plan import Shape
+from . import passes
 from .autograd import attention, goes_backward
 from .call import AttnArgs
-from .derivatives import has_tangents
+from .derivatives import has_tangents, only_backward
 from .finite import check_finite_shares
 from .precision import autocast
 from .slices import make_slices
@@ -240,6 +242,7 @@ def _attend(
     net = GroupTopology.of(group, q.device, config)
     layout, layout_kv = args.queries.layout, args.keys.layout
     rows = {"seq_len": args.queries.seq_len, "seq_len_kv": args.keys.seq_len, "layout": layout, "layout_kv": layout_kv}
+    again, transformed = goes_backward(q, k, v, sinks), not only_backward()
     packed = (
         not isinstance(layout, (str, tuple)) and comm.resolve_transport(group, q.device, config.transport) == "direct"
     )
@@ -259,6 +262,8 @@ def _attend(
         return_lse=return_lse,
         return_max_logit=return_max_logit,
         tangents=has_tangents(q, k, v, sinks),
+        transformed=transformed,
+        goes_backward=again,
         config=config,
         topology=net.fingerprint,
     )
@@ -266,8 +271,11 @@ def _attend(
         backend, largest = backend.with_largest_logits(q)
     net = net.placed(group, q.device, config)
     shape = Shape(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
-    again = goes_backward(q, k, v, sinks)
-    planned = args.planned(shape, q.shape[0], q.dtype, net, backend, return_lse, device=q.device, again=again)
+    tuning = {}
+    if not transformed:
+        rehearse = functools.partial(passes.rehearse, q, k, v, sinks, return_lse, again)
+        tuning = dict(device=q.device, again=again, rehearse=rehearse)
+    planned = args.planned(shape, q.shape[0], q.dtype, net, backend, return_lse, **tuning)
     out, lse = attention(q, k, v, sinks, planned, return_lse)
     results = (out, lse) if return_lse else (out,)
     if return_max_logit:  # every pair of a query and a key was in one rank's block

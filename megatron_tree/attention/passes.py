@@ -6,16 +6,17 @@ once, while the first chunk's rows are on their way. exchanged.py has the passes
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from .. import comm
+from .. import comm, kernels
 from ..merge import merge_sinks
 from . import exchanged
 from .call import AttnCall
 from .cell import CellBackward, CellForward, Kept, LocalGrads, LocalState, sink_grads
 from .heads import head_chunks
 from .ring import RingBackward, RingForward
-from .tuning import BACKWARD, FORWARD
+from .tuning import Stopwatch
 
 
 def forward(
@@ -26,12 +27,6 @@ def forward(
 
     Dual tensors (duals.py; sinks [h, 2]) take the same way, if call.backend is for them.
     """
-    if call.turn is None:
-        return _forward(q, k, v, sinks, call, with_lse)
-    return call.turn.timed(FORWARD, q.device, lambda: _forward(q, k, v, sinks, call, with_lse))
-
-
-def _forward(q, k, v, sinks, call: AttnCall, with_lse: bool) -> tuple[Tensor, Tensor | None, Kept]:
     plan = call.plan.forward
     if plan.ulysses_size > 1:
         return exchanged.forward(q, k, v, sinks, call, with_lse)
@@ -55,12 +50,6 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv, fp32, and dsinks. dout [b, s, h, d_v] and delta [b, h, s] are of this rank's share; of dual tensors
     delta and kappa, [b, h, s, 2]."""
-    if call.turn is None:
-        return _backward(dout, delta, kept, sinks, call)
-    return call.turn.timed(BACKWARD, dout.device, lambda: _backward(dout, delta, kept, sinks, call))
-
-
-def _backward(dout, delta, kept: Kept, sinks, call: AttnCall) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     plan = call.plan.backward
     if plan.ulysses_size > 1:
         return exchanged.backward(dout, delta, kept, sinks, call)
@@ -74,3 +63,16 @@ def _backward(dout, delta, kept: Kept, sinks, call: AttnCall) -> tuple[Tensor, T
         comm.run_stages([CellBackward(cell, chunk, dout, kept, delta, local) for chunk in chunks])
         grads = local.grads
     return *grads, None if sinks is None else sink_grads(sinks, kept.lse, delta)
+
+
+def rehearse(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, with_lse: bool, again: bool, call: AttnCall, watch: Stopwatch
+) -> None:
+    """The passes of a call on tensors like these, which nobody else sees. again: also the backward."""
+    random = torch.Generator(q.device).manual_seed(0)
+    q, k, v, sinks = (x if x is None else torch.empty_like(x).uniform_(generator=random) for x in (q, k, v, sinks))
+    out, _, kept = watch.timed(lambda: forward(q, k, v, sinks, call, with_lse))
+    if again:
+        dout = out.to(q.dtype)
+        delta = kernels.attn_delta(dout, dout, None)
+        watch.timed(lambda: backward(dout, delta, kept, sinks, call))

@@ -46,8 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     runs.add_arguments(parser, "step", (*OURS, *RIVALS), modelled=False)
     add = parser.add_argument
     add("--layers", type=parse_count, default=2)
-    add("--warm-up", type=parse_count, default=128, metavar="N", help="steps before those that are timed: 2, or up to "
-        "N until a plan is chosen (default: %(default)s)")  # fmt: skip
     add("--wrapper", choices=WRAPPERS, default="average", help="average: one all-reduce of all gradients (default); "
         "fsdp2: torch's fully_shard of every layer")  # fmt: skip
     add("--profile", action="store_true", help="of one contender: write what rank 0 does in five steps into "
@@ -77,8 +75,6 @@ class StepOutcome(NamedTuple):
 
     error: float
     """As a fraction of what is allowed; the same on all ranks."""
-    warm_up: int
-    """Steps before those that were timed."""
     plan: str | None
     """What was chosen by measuring, if anything."""
     measured: Measured | None
@@ -107,7 +103,6 @@ def _run_case(args, how: Settings, case: Case, ranks, *_) -> list[Measurement]:
             passes = [row._replace(sent_bytes=None) for row in passes]
         turns = statistics.median(x / y for x, y in zip(_seconds_of_steps(by_rank, number), first))
         rows += [*passes[:-1], passes[-1]._replace(error=one.error, plan=one.plan, ratio=turns)]
-        print(f"{name}: {one.warm_up} steps to warm up", flush=True)
     if "auto" in names:
         print(_beside(rows), flush=True)
     return rows
@@ -149,11 +144,9 @@ def _on_rank(args, how, case: Case, model, names, meeting: Meeting, truth: Tenso
         errors.append(meeting.most(rank, local / allowed)[0])
         contenders.append(one)
         if not errors[-1] <= 1:
-            return [StepOutcome(error, 1, None, None) for error in errors]
-    for one in contenders:
-        while len(one.losses) < 2 or (len(one.losses) < args.warm_up and not _settled(group)):
-            one.step(Laps([]))
-    warm_up = [len(one.losses) for one in contenders]
+            return [StepOutcome(error, None, None) for error in errors]
+    for one in contenders:  # the first step was checked; this is the second one before those that are timed
+        one.step(Laps([]))
     take_turns(timings)
     for i, one in enumerate(contenders):
         pairs = [*zip(one.losses, contenders[0].losses), *zip(one.norms, contenders[0].norms)]
@@ -163,17 +156,12 @@ def _on_rank(args, how, case: Case, model, names, meeting: Meeting, truth: Tenso
         _profile(contenders[0], rank, args.out)
     meeting.meet(rank)
     plans = [_chosen(group) if name == "auto" else None for name in names]
-    return list(map(StepOutcome, errors, warm_up, plans, (timing.measured() for timing in timings)))
-
-
-def _settled(group) -> bool:
-    return all(tuning.settled for tuning in GroupState.of(group).tunings.values())
+    return list(map(StepOutcome, errors, plans, (timing.measured() for timing in timings)))
 
 
 def _chosen(group) -> str | None:
-    """The plans that were chosen in the group, if any were tried."""
-    plans = [tuning.plan for tuning in GroupState.of(group).tunings.values()]
-    return "; ".join(f"{plan.forward} / {plan.backward}" for plan in plans) or None
+    """The plans that were chosen in the group by measuring, if any were."""
+    return "; ".join(f"{plan.forward} / {plan.backward}" for plan in GroupState.of(group).tuned.values()) or None
 
 
 def _profile(one: Contender, rank: int, folder: pathlib.Path) -> None:

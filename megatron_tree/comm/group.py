@@ -43,8 +43,10 @@ class GroupState:
     """shared/: (type of a device, transport asked for) -> how small collectives travel."""
     topologies: dict[tuple, Any] = field(default_factory=dict)
     """attention/topology.py."""
-    tunings: dict[tuple, Any] = field(default_factory=dict)
-    """attention/tuning.py: kinds of calls -> their `Tuning`; the oldest first."""
+    tuned: dict[tuple, Any] = field(default_factory=dict)
+    """attention/tuning.py: kinds of calls -> the plan that was measured to be the fastest."""
+    counted: dict[tuple, int] = field(default_factory=dict)
+    """attention/tuning.py: kinds of calls without a backward -> how many there were; the latest kind last."""
     agreed: dict[tuple, int] = field(default_factory=dict)
     """calls.py: what all ranks have agreed on, or trust in -> its digest; the oldest first."""
     calls: CallRecord = field(default_factory=CallRecord)

@@ -9,17 +9,25 @@ from collections.abc import Callable
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 _REASON = "ranks run it together, between two graphs of torch.compile: leave out fullgraph=True"
 
 
 def outside_graphs(fn: Callable) -> Callable:
-    """The function, which torch.compile leaves as it is: one graph ends before a call, the next begins after it."""
+    """The function, which torch.compile leaves as it is: one graph ends before a call, the next begins after it.
+
+    Where autograd records, dispatch modes don't see what it does: selective checkpointing would save and repeat
+    operations of which a first call has more than its recomputation.
+    """
     disabled = None
 
     @functools.wraps(fn)
     def call(*args, **kwargs):
         nonlocal disabled
+        if torch._C._len_torch_dispatch_stack() and torch.is_grad_enabled():
+            with _disable_current_modes():
+                return call(*args, **kwargs)
         try:  # a frame that breaks in a try block is left alone; another one is compiled for all kinds of arguments
             if get_eval_frame_callback() is None:  # nothing is compiled
                 return fn(*args, **kwargs)

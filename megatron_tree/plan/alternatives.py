@@ -15,18 +15,20 @@ FACTOR = 10.0  # by which latencies and bandwidths may be wrong
 MEMORY = 4  # buffers may be so many times as large as the chosen plan's
 
 
-def alternatives(plan_on: Callable[..., Plan], topology: Topology) -> tuple[Plan, ...]:
+def alternatives(plan_on: Callable[..., Plan], topology: Topology, *, backward: bool = True) -> tuple[Plan, ...]:
     """The plan for this topology, and those for networks `FACTOR` times as fast and as slow, in what a message costs
     and in what a byte costs, without duplicates: at most five. Whatever the network is in between, one fits.
 
-    Plans with much larger buffers than the first one's are left out: to try one must not run out of memory.
+    Plans with much larger buffers than the first one's are left out: to try one must not run out of memory. backward:
+    whether plans of training that differ in their backward only are different.
     """
     first, *others = (plan_on(topology=x) for x in (topology, *_networks(topology)))
     room = max(MEMORY * _buffers(first), SMALL)
-    plans = {_key(first): first}
-    for plan in others:
+    plans: dict[tuple[str, ...], Plan] = {}
+    for plan in (first, *others):
         if _buffers(plan) <= room:
-            plans.setdefault(_key(plan), plan)
+            passes = passes_of(plan) if backward else passes_of(plan)[:1]
+            plans.setdefault(tuple(map(str, passes)), plan)
     return tuple(plans.values())
 
 
@@ -54,10 +56,6 @@ def _networks(topology: Topology) -> Iterator[Topology]:
 def passes_of(plan: Plan) -> tuple[PassPlan, ...] | tuple[ReductionPlan]:
     """What a plan is made of: forward and backward, or one reduction."""
     return (plan.forward, plan.backward) if isinstance(plan, TrainingPlan) else (plan,)
-
-
-def _key(plan: Plan) -> tuple[str, ...]:
-    return tuple(map(str, passes_of(plan)))
 
 
 def _buffers(plan: Plan) -> int:

@@ -1,4 +1,4 @@
-"""Repeated calls that measure their plans: exact in every turn, one choice on all ranks, and the fast one."""
+"""Kinds of calls that measure their plans once: one choice on all ranks, the fast one, and none after it."""
 
 import functools
 import itertools
@@ -7,29 +7,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_tree import TreeConfig, comm, shard_sequence, tree_attn_func, tree_decode
-from megatron_tree.attention import decode_call, passes, tuning
+from megatron_tree import TreeConfig, comm, dispatch_documents, shard_sequence, tree_attn_func, tree_decode
+from megatron_tree.attention import passes, tuning
 from megatron_tree.comm.group import GroupState
+from megatron_tree.plan import DecodePlan, TrainingPlan
 from support.failing_ranks import HOWS, IN_TIME, LIMIT, die, run_to_the_end, start_clock
 from support.ranks import run_distributed
+from support.tried_plans import grid_and_heads, tried
 
 SEQ, HEADS, DIM = 64, 4, 16
 NAMED, TUNED = TreeConfig(schedule="grid", ulysses_size=1), TreeConfig(topology="ethernet")
-
-
-def _tried(*others):
-    """In this context the planner's plan is tried, and those with these options."""
-
-    def alternatives(plan_on, topology):
-        return tuple(plan_on(topology=topology, **options) for options in ({}, *others))
-
-    return mock.patch.object(tuning, "alternatives", alternatives)
-
-
-def _grid_and_heads(world):
-    return _tried({"ulysses_size": 1, "grid": (1, world)}, {"ulysses_size": world})
 
 
 def _inputs(seq=SEQ):
@@ -38,14 +27,14 @@ def _inputs(seq=SEQ):
     return [shard_sequence(x, dist.group.WORLD, 1).requires_grad_() for x in qkv]
 
 
-def _attend(q, k, v, config=TUNED):
-    return tree_attn_func(q, k, v, cp_group=dist.group.WORLD, config=config)
+def _attend(q, k, v, config=TUNED, **options):
+    return tree_attn_func(q, k, v, cp_group=dist.group.WORLD, config=config, **options)
 
 
-def _step(config=TUNED, run=_attend):
+def _step(config=TUNED):
     """(out, gradients) of this rank's shard after one call."""
     qkv = _inputs()
-    out = run(*qkv, config)
+    out = _attend(*qkv, config)
     out.backward(out.detach())
     return out.detach(), *(x.grad for x in qkv)
 
@@ -54,22 +43,8 @@ def _error(got, want):
     return max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(got, want))
 
 
-def _tuning():
-    (found,) = [x for x in GroupState.of(dist.group.WORLD).tunings.values() if x.tried]
-    return found
-
-
-def _until_settled(step):
-    """The largest of the steps' errors, and how many it took until the plan was chosen."""
-    errors = []
-    while not (errors and _settled()):
-        assert len(errors) < 300
-        errors.append(step())
-    return max(errors), len(errors)
-
-
-def _settled():
-    return all(x.settled for x in GroupState.of(dist.group.WORLD).tunings.values() if x._calls)
+def _plans():
+    return list(GroupState.of(dist.group.WORLD).tuned.values())
 
 
 class _Clock:
@@ -81,14 +56,12 @@ class _Clock:
         return self.now
 
     def __enter__(self):
-        self._patches = [mock.patch.object(module, "time", self) for module in (tuning, decode_call)]
-        for patch in self._patches:
-            patch.start()
+        self._patch = mock.patch.object(tuning, "time", self)
+        self._patch.start()
         return self
 
     def __exit__(self, *_):
-        for patch in self._patches:
-            patch.stop()
+        self._patch.stop()
 
 
 def _tuned(rank, world, ulysses):
@@ -103,12 +76,13 @@ def _tuned(rank, world, ulysses):
 
         return slow
 
-    slow = mock.patch.multiple(passes, _forward=timed(passes._forward), _backward=timed(passes._backward))
-    with clock, slow, _grid_and_heads(world):
-        error, calls = _until_settled(lambda: _error(_step(), want))
+    slow = mock.patch.multiple(passes, forward=timed(passes.forward), backward=timed(passes.backward))
+    with clock, slow, grid_and_heads(world):
+        error = _error(_step(), want)
     with comm.record() as log:
-        _step()
-    return error, str(_tuning().plan.forward), str(_tuning().plan.backward), calls, [x.op for x in log]
+        error = max(error, _error(_step(), want))
+    (plan,) = _plans()
+    return error, str(plan.forward), str(plan.backward), [x.op for x in log]
 
 
 @pytest.mark.parametrize("ulysses", [True, False])
@@ -117,46 +91,34 @@ def test_all_ranks_take_the_fast_plan(ulysses):
     assert max(error) < 2e-6
     assert all(len(set(map(str, of_ranks))) == 1 for of_ranks in found), found
     assert ("heads over" in found[0][0]) != ulysses, found
-    assert found[2][0] < 60, "calls"
-    assert "all_reduce" not in found[3][0], "nothing is measured any more"
+    assert "all_reduce" not in found[2][0], "nothing is measured any more"
 
 
-def _layers(again, accumulated, q, k, v, config):
-    """The sum of some batches of two layers, each of which autograd may have to run again."""
-    total = 0.0
-    for scale in range(1, accumulated + 1):
-        x = q * scale
-        for _ in range(2):
-            attend = functools.partial(_attend, config=config)
-            x = attend(x, k, v) if again is None else checkpoint(attend, x, k, v, use_reentrant=again)
-        total = total + x
-    return total
+def _training_plan(name, heads=1):
+    forward = mock.Mock(**{"__str__": lambda _: f"{name} forward", "arrangement.heads": heads}, name=name)
+    return TrainingPlan(forward=forward, backward=f"{name} backward", reason=name, candidates=((), ()))
 
 
-def _model(rank, world, again):
-    """Several calls wait for their backward at a time. Every third step is an evaluation, on rank 0 without a graph."""
-    runs = [functools.partial(_layers, again, n) for n in (1, 2)]
-    wants = [_step(NAMED, run) for run in runs]
-    numbers = itertools.count()
-
-    def step():
-        n = next(numbers)
-        if n % 3 == 2:
-            with torch.set_grad_enabled(rank > 0):
-                return _error([runs[0](*_inputs(), TUNED)], wants[0])
-        return _error(_step(TUNED, runs[n % 3]), wants[n % 3])
-
-    with _grid_and_heads(world):
-        error, _ = _until_settled(step)
-    return error, str(_tuning().plan.forward)
+@pytest.mark.parametrize(
+    ("seconds", "forward", "backward"),
+    [
+        ([(1, 2), (1, 1), (3, 3)], "b", "b"),
+        ([(1, 1), (0.99, 0.99), (3, 3)], "a", "a"),  # no faster than measurements vary
+        ([(1, 2), (2, 1.5), (3, 3)], "a", "b"),  # each pass by itself, where heads are exchanged alike
+        ([(1, 2), (2, 1.5), (1.5, 0.5)], "c", "c"),
+        ([(1, 2), (2, 1.5), (1.5, 0.5), (0.5, 9)], "c", "c"),  # a's fast forward has not exchanged c's heads
+    ],
+)
+def test_the_choice(seconds, forward, backward):
+    a, b, c, d = (_training_plan(name, heads) for name, heads in zip("abcd", (1, 1, 2, 1)))
+    plan = tuning._choice((a, b, c, d)[: len(seconds)], seconds)
+    assert plan.forward._mock_name == forward and plan.backward == f"{backward} backward"
 
 
-@pytest.mark.parametrize("again", [None, False, True], ids=["kept", "recomputed", "recomputed by a new graph"])
-def test_calls_that_wait_for_their_backward(again):
-    """A forward that is run again takes the plan that it had: else checkpointing finds other tensors."""
-    error, *found = zip(*run_distributed(_model, 2, again))
-    assert max(error) < 1e-5
-    assert len(set(found[0])) == 1
+def test_the_choice_of_calls_without_a_backward():
+    plans = [_training_plan(name) for name in "ab"]
+    assert tuning._choice(plans, [[2.0], [1.0]]).forward is plans[1].forward
+    assert tuning._choice(plans, [[1.0], [0.99]]).forward is plans[0].forward
 
 
 def _decoded(rank, world, slow):
@@ -172,87 +134,115 @@ def _decoded(rank, world, slow):
     config = TreeConfig(topology="ethernet", transport="direct")
     decode = functools.partial(tree_decode, q, k, v, cp_group=dist.group.WORLD, config=config)
     want = decode(schedule="allgather")
-    others = _tried({"schedule": "scatter"}, {"schedule": "butterfly"})
+    others = tried({"schedule": "scatter"}, {"schedule": "butterfly"})
     with clock, others, mock.patch.object(comm, "prepare_reduction", timed):
-        error, calls = _until_settled(lambda: _error([decode()], [want]))
-    return error, str(_tuning().plan), calls
+        errors = [_error([decode()], [want])]
+        while not _plans():
+            errors.append(_error([decode()], [want]))
+        errors.append(_error([decode()], [want]))
+    (plan,) = _plans()
+    assert isinstance(plan, DecodePlan)
+    return max(errors), str(plan), len(errors)
 
 
 @pytest.mark.parametrize("slow", ["scatter", "butterfly"])
 def test_decode_takes_the_fast_schedule(slow):
     error, *found = zip(*run_distributed(_decoded, 4, slow))
     assert max(error) < 1e-5
-    assert len(set(found[0])) == len(set(found[1])) == 1 and found[0][0] != slow, found
+    assert set(found[1]) == {tuning.REPEATED + 4 + 2}, "steps"
+    assert len(set(found[0])) == 1 and found[0][0] != slow, found
 
 
 def _rejected(rank, world):
-    """Every few calls one rank rejects its input, and the others catch the error."""
-    want, numbers, raised = _step(NAMED), itertools.count(), []
-
-    def step():
-        n = next(numbers)
-        if n % 7 == 3:
-            try:
-                _attend(*(x[:, : SEQ // world - (rank == n % world)] for x in _inputs()), TUNED)
-            except ValueError as error:
-                raised.append(str(error))
-        return _error(_step(TreeConfig(topology="ethernet", check="always")), want)
-
-    with _grid_and_heads(world):
-        error, calls = _until_settled(step)
-    return error, calls, str(_tuning().plan.forward), len(raised)
+    """Now and then one rank rejects its input, and the others catch the error; all measure with the calls between."""
+    want, raised, errors = _step(NAMED), [], []
+    with grid_and_heads(world), torch.set_grad_enabled(False):
+        for n in range(3 * tuning.REPEATED):
+            if n % 7 == 3:
+                try:
+                    _attend(*(x[:, : SEQ // world - (rank == n % world)] for x in _inputs()))
+                except ValueError as error:
+                    raised.append(str(error))
+            errors.append(_error([_attend(*_inputs(), TreeConfig(topology="ethernet", check="always"))], want))
+    (plan,) = _plans()
+    return max(errors), str(plan.forward), len(raised)
 
 
-def test_after_an_error_turns_go_on():
+def test_calls_that_are_rejected_do_not_count():
     error, *found = zip(*run_distributed(_rejected, 2))
     assert max(error) < 2e-6
     assert all(len(set(x)) == 1 for x in found), found
-    assert found[2][0] >= 3
+    assert found[1][0] == 3
 
 
-def _changing(rank, world):
-    with mock.patch.multiple(tuning, alternatives=mock.Mock(), KINDS_KNOWN=8):
-        for seq in range(16, 16 + 20 * world, 2 * world):
+def _counted(rank, world):
+    """Trials of calls that are made once, that are repeated without gradients, and that are new with every batch."""
+    calls = mock.patch.object(tuning, "_fastest", side_effect=lambda candidates, *_: candidates[0])
+    with grid_and_heads(world), calls as fastest, mock.patch.multiple(tuning, KINDS_COUNTED=4, KINDS_MEASURED=3):
+        counts = []
+        with torch.no_grad():
+            for seq in range(16, 16 + 20 * world, 2 * world):
+                _attend(*_inputs(seq))
+            counts.append((fastest.call_count, len(GroupState.of(dist.group.WORLD).counted)))
+            for _ in range(tuning.REPEATED + world + 5):
+                _attend(*_inputs())
+            counts.append(fastest.call_count)
+        documents = dispatch_documents([0, 40, 64], dist.group.WORLD)
+        rows = shard_sequence(torch.randn(1, 64, HEADS, DIM), dist.group.WORLD, 1, layout=documents).requires_grad_()
+        _attend(rows, rows, rows, layout=documents).sum().backward()
+        counts.append(fastest.call_count)
+        for seq in (16, 32, 48, 64):  # the fourth kind is planned only
             _attend(*_inputs(seq)).sum().backward()
-        return tuning.alternatives.call_count, len(GroupState.of(dist.group.WORLD).tunings)
+        counts.append(fastest.call_count)
+    return counts
 
 
-def test_what_is_not_repeated_is_not_tried():
-    assert run_distributed(_changing, 2) == [(0, 8)] * 2
+def test_what_is_measured():
+    assert run_distributed(_counted, 2) == [[(0, 4), 1, 1, 3]] * 2
 
 
-def _without_gradients(rank, world):
-    votes = mock.patch.object(tuning.Tuning, "_vote", autospec=True, side_effect=tuning.Tuning._vote)
-    with torch.no_grad(), votes, _grid_and_heads(world):
-        for _ in range(100):
-            _attend(*_inputs())
-        return tuning.Tuning._vote.call_count
+def _grad_modes(rank, world):
+    """Ranks of which one only goes backward."""
+    differ = pytest.raises(ValueError, match="goes_backward=False.*goes_backward=True")
+    with torch.set_grad_enabled(rank > 0), differ:
+        _attend(*_inputs())
+    return _error(_step(), _step(NAMED))
 
 
-def test_calls_without_gradients_hardly_vote():
-    assert run_distributed(_without_gradients, 2) == [4] * 2  # calls 12, 24, 48, 96
+def test_ranks_that_differ_in_going_backward():
+    assert max(run_distributed(_grad_modes, 2)) < 2e-6
+
+
+def _watched(rank, world):
+    """FLOPs that a mode of the user's sees in a call that measures."""
+    with grid_and_heads(world), FlopCounterMode(display=False) as mode:
+        _step()
+    return mode.get_total_flops(), len(_plans())
+
+
+def test_modes_see_nothing_of_what_is_run_aside():
+    assert run_distributed(_watched, 2) == [(0, 1)] * 2
 
 
 def _lost(rank, world, how):
-    """A rank that is lost where the others vote."""
+    """A rank that is lost in the middle of what is run aside."""
     config = TreeConfig(topology="ethernet", timeout_s=LIMIT)
-    vote = tuning.Tuning._vote
+    numbers, rehearse = itertools.count(), passes.rehearse
 
     def dies(*args):
-        start_clock()
-        if rank == 1:
-            die(how)
-        vote(*args)
+        if next(numbers) == 3:
+            start_clock()
+            if rank == 1:
+                die(how)
+        rehearse(*args)
 
-    tuning.Tuning._vote = dies
-    with _grid_and_heads(world):
-        while True:
-            _step(config)
+    with grid_and_heads(world), mock.patch.object(passes, "rehearse", dies):
+        _step(config)
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("how", ["exception", *(pytest.param(x, marks=pytest.mark.slow) for x in HOWS[:2])])
-def test_a_rank_that_is_lost_in_a_vote_is_named(how):
+def test_a_rank_that_is_lost_while_plans_are_measured_is_named(how):
     outcomes = run_to_the_end(_lost, 4, how, victims=(1,) if how.startswith("SIG") else ())
     for rank in (0, 2, 3):
         assert outcomes[rank].error == "CommError" and "rank 1" in outcomes[rank].text, outcomes[rank]

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 from megatron_tree.bench import command as bench
 from megatron_tree.bench import contenders
 
-SMALL = ["--ranks", 2, "--heads", 4, "--kv-heads", 2, "--head-dim", 16, "--layers", 1, "--warm-up", 2]
+SMALL = ["--ranks", 2, "--heads", 4, "--kv-heads", 2, "--head-dim", 16, "--layers", 1]
 
 
 def step(out, *options):
