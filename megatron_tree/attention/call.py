@@ -106,10 +106,10 @@ class AttnArgs:
     def _is_tuned(self) -> bool:
         """Whether the user leaves the plan to measurements, and the call is of a kind that may come again: slices and
         dispatched documents are most often new with every batch."""
-        config = self.config
+        config, layout = self.config, self.queries.layout
         named = (config.grid, config.grid_backward, config.head_chunks, config.ulysses_size)
         free = config.schedule == "auto" and not any(named) and self.selected is None
-        lasting = self.spec.ranges is None and not isinstance(self.queries.layout, Dispatched)
+        lasting = self.spec.ranges is None and not (isinstance(layout, Dispatched) and len(layout.lengths) > 1)
         return config.tune and free and lasting and not config.deterministic and self.queries.world > 1
 
     def _mask(self) -> Mask | None:

@@ -6,7 +6,6 @@ once, while the first chunk's rows are on their way. exchanged.py has the passes
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .. import comm, kernels
@@ -68,9 +67,8 @@ def backward(
 def rehearse(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, with_lse: bool, again: bool, call: AttnCall, watch: Stopwatch
 ) -> None:
-    """The passes of a call on tensors like these, which nobody else sees. again: also the backward."""
-    random = torch.Generator(q.device).manual_seed(0)
-    q, k, v, sinks = (x if x is None else torch.empty_like(x).uniform_(generator=random) for x in (q, k, v, sinks))
+    """The passes of a call on its tensors, whose results nobody sees. again: also the backward."""
+    q, k, v, sinks = (x if x is None else x.detach() for x in (q, k, v, sinks))
     out, _, kept = watch.timed(lambda: forward(q, k, v, sinks, call, with_lse))
     if again:
         dout = out.to(q.dtype)

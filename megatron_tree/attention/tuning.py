@@ -1,7 +1,7 @@
 """Plans by measurement: a kind of call tries its candidates once, aside, and keeps the fastest.
 
-As cudnn.benchmark does it: candidates run one after another, on tensors of the call's shapes that nobody sees, outside
-the user's autograd, and all ranks take what was fastest on the slowest rank. A kind of call that goes backward does so
+As cudnn.benchmark does it: candidates run one after another, on the call's tensors, outside the user's autograd, their
+results are dropped, and all ranks take what was fastest on the slowest rank. A kind of call that goes backward does so
 before its first call has a plan. Its plan never changes, so activation checkpointing, which runs a forward again in
 the middle of a backward, finds the tensors of the first time. Other calls leave nothing behind, so they are measured
 once they have been repeated.

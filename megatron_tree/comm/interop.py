@@ -25,11 +25,11 @@ def outside_graphs(fn: Callable) -> Callable:
     @functools.wraps(fn)
     def call(*args, **kwargs):
         nonlocal disabled
-        if torch._C._len_torch_dispatch_stack() and torch.is_grad_enabled():
-            with _disable_current_modes():
-                return call(*args, **kwargs)
         try:  # a frame that breaks in a try block is left alone; another one is compiled for all kinds of arguments
             if get_eval_frame_callback() is None:  # nothing is compiled
+                if torch._C._len_torch_dispatch_stack() and torch.is_grad_enabled():
+                    with _disable_current_modes():
+                        return fn(*args, **kwargs)
                 return fn(*args, **kwargs)
             if disabled is None:
                 disabled = torch.compiler.disable(fn, reason=_REASON)
