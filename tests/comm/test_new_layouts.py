@@ -32,6 +32,7 @@ def _count_waits(rank, world):
         del waits[:]
         _attend(cu_seqlens, "zigzag").sum().backward()
         counts.append(len(waits))
+    _attend([0, 12, 24], "zigzag", grad=False)  # another kind of call
     asked, again = [], StoreClient.submit
     StoreClient.submit = lambda self, request: asked.append(request) or again(self, request)
     _attend([0, 12, 24], "zigzag", grad=False)
@@ -57,7 +58,9 @@ def _slowly(compare):
 def _differ(rank, world, kind, known, ours, theirs, with_grad):
     """Rank 1 has another new layout than the others, in a kind of call that is known."""
     for cu_seqlens in known:
-        _attend(cu_seqlens, kind).sum().backward()
+        out = _attend(cu_seqlens, kind, grad=with_grad)
+        if with_grad:
+            out.sum().backward()
     calls.compare = _slowly(calls.compare)  # the attention is over by then, unless it waits
     started = time.monotonic()
     with torch.set_grad_enabled(with_grad), pytest.raises(ValueError) as caught:  # noqa: PT012
