@@ -86,13 +86,13 @@ class TreeAttention(torch.autograd.Function):
         save(ctx, (*(placeholders or (q, k, v)), sinks), output, results=2)
 
     @staticmethod
-    @comm.outside_graphs
+    @comm.derivative
     def backward(ctx, dout, dlse, *_):
         inputs, results, kept = cut(ctx.saved_tensors, 4, 2)
         return needed(ctx, *gradient(inputs, (dout, dlse), results, kept, ctx.derivatives))
 
     @staticmethod
-    @comm.outside_graphs
+    @comm.derivative
     def jvp(ctx, *tangents):
         inputs, (_, lse), kept = cut(ctx.saved_tensors, 4, 2)
         within = dataclasses.replace(ctx.derivatives, stamp=None)
@@ -122,7 +122,7 @@ class Tangent(torch.autograd.Function):
         save(ctx, inputs, output, results=4)
 
     @staticmethod
-    @comm.outside_graphs
+    @comm.derivative
     def backward(ctx, dout, dlse, doutt, dlset, *_):
         inputs, tangents, results, result_tangents, kept = cut(ctx.saved_tensors, 4, 4, 2, 2)
         if doutt is None and dlset is None:
@@ -165,13 +165,13 @@ class Gradient(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @comm.outside_graphs
+    @comm.derivative
     def backward(ctx, *upstream):
         inputs, (dout, dlse), _, kept = cut(ctx.saved_tensors, 4, 2, 4)
         return needed(ctx, *_along(upstream, filled_in(inputs, kept, ctx.derivatives), dout, dlse, ctx.derivatives))
 
     @staticmethod
-    @comm.outside_graphs
+    @comm.derivative
     def jvp(ctx, *tangents):
         inputs, (dout, dlse), (out, lse, outt, lset), kept = cut(ctx.saved_tensors, 4, 2, 4)
         tangents, (doutt, dlset) = tangents[:4], tangents[4:6]
@@ -212,7 +212,7 @@ class SecondOrder(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    @comm.outside_graphs
+    @comm.derivative
     def backward(ctx, *upstream):
         if any(x is not None for x in upstream[:4]):
             raise ValueError(NO_THIRD)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import comm
-from ..config import TreeConfig, default_config
+from ..config import TreeConfig
 from ..kernels import KVCache, SharedPages
 from .decode_call import DecodeCall, DecodeOptions
 from .precision import autocast
@@ -20,7 +20,7 @@ from .precision import autocast
 TRUSTING = ("first", "never")  # values of `TreeConfig.check` with which calls that are alike are checked once
 
 
-@comm.outside_graphs
+@comm.public_call
 def tree_decode(
     q: Tensor,
     k_cache: Tensor,
@@ -37,7 +37,7 @@ def tree_decode(
     shared: Sequence[SharedPages] = (),
     selected: Tensor | None = None,
     softmax_scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -89,8 +89,7 @@ def tree_decode(
         shared, selected,
     )  # fmt: skip
     options = DecodeOptions(
-        comm.process_group(cp_group), config or default_config(), softmax_scale, window_size, softcap, alibi_slopes,
-        head_shares, schedule,
+        cp_group, config, softmax_scale, window_size, softcap, alibi_slopes, head_shares, schedule,
     )  # fmt: skip
     with comm.collective_call("tree_decode", options.cp_group, options.config) as call, outside, torch.no_grad():
         out, lse = DecodeCall.planned(call, q, cache, options, sinks).run(q, cache, sinks)

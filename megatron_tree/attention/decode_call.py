@@ -206,8 +206,6 @@ def _checked(
     """(head shares, spec, backend, cache with positions as kernels take them) of a call whose tensors fit together."""
     group, config, slopes = options.cp_group, options.config, options.alibi_slopes
     tensors = dict(q=q, k_cache=cache.k, v_cache=cache.v, sinks=sinks)
-    at = dict(cache_seqlens=cache.lengths, q_positions=cache.q_positions, cache_positions=cache.k_positions)
-    comm.check_local(**tensors, **at, block_table=cache.block_table, alibi_slopes=slopes)
     check_decode_schedule(options.schedule, config)
     head_shares = check_head_shares(options.head_shares, q, group)
     whole = all_heads_of(q, head_shares)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import comm, kernels
-from ..config import SELECT_SCHEDULES, AttnSpec, TreeConfig, check_choice, default_config, integer
+from ..config import SELECT_SCHEDULES, AttnSpec, TreeConfig, check_choice, integer
 from ..kernels import KVCache
 from ..log import say_once
 from ..merge import NO_ENTRY, ListReducer
@@ -22,7 +22,7 @@ from .validate import DTYPES, check_device, describe
 from .validate_cache import check_cache, check_seen_slots
 
 
-@comm.outside_graphs
+@comm.public_call
 def tree_select(
     index_q: Tensor,
     index_weights: Tensor,
@@ -66,12 +66,8 @@ def tree_select(
     Raises: ValueError for bad input or arguments that differ between ranks; CommError if a rank failed or does not
         respond.
     """
-    group, config = comm.process_group(cp_group), config or default_config()
-    with comm.collective_call("tree_select", group, config) as call, torch.no_grad():
-        tensors = dict(index_q=index_q, index_weights=index_weights, index_k=index_k)
-        seen = dict(cache_seqlens=cache_seqlens, q_positions=q_positions, cache_positions=cache_positions)
-        comm.check_local(**tensors, **seen, block_table=block_table)
-        check_tangents(**tensors)
+    with comm.collective_call("tree_select", cp_group, config) as call, torch.no_grad():
+        check_tangents(index_q=index_q, index_weights=index_weights, index_k=index_k)
         check_choice("schedule", schedule, SELECT_SCHEDULES)
         topk, max_seqlen = _checked_counts(topk, max_seqlen)
         _check_index(index_q, index_weights, index_k)
@@ -83,9 +79,9 @@ def tree_select(
         if q_positions is None or cache_positions is None:
             raise ValueError("tree_select needs q_positions and cache_positions, which decide between equal scores")
         cache = check_seen_slots(index_q, cache, AttnSpec(softmax_scale=1.0))
-        check_finite_index(config, group, index_q, index_weights, cache)
-        sends = comm.group_size(group) > 1 and _longest(cache, max_seqlen) > topk
-        net = GroupTopology.of(group, index_q.device, config)
+        check_finite_index(config, cp_group, index_q, index_weights, cache)
+        sends = comm.group_size(cp_group) > 1 and _longest(cache, max_seqlen) > topk
+        net = GroupTopology.of(cp_group, index_q.device, config)
         call.agree(
             index_q=index_q.shape,
             topk=topk,
@@ -96,7 +92,8 @@ def tree_select(
             config=config,
             topology=net.fingerprint,
         )
-        select = _Selection(group, config, index_q.shape[:2], topk, schedule, index_q.device) if sends else _keep_all
+        given = (cp_group, config, index_q.shape[:2], topk, schedule, index_q.device)
+        select = _Selection(*given) if sends else _keep_all
         return select(lambda: kernels.best_keys(index_q, index_weights, cache, topk, softmax_scale))
 
 

@@ -12,10 +12,11 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import comm, kernels
-from ..config import AttnSlice, TreeConfig, check_choice, default_config
+from ..config import AttnSlice, TreeConfig, check_choice
 from ..layout import (
     LAYOUTS,
     Dispatched,
@@ -35,13 +36,22 @@ from .call import AttnArgs
 from .derivatives import has_tangents, only_backward
 from .finite import check_finite_shares
 from .precision import autocast
+from .sequences import layouts_of
 from .slices import make_slices
 from .spec import make_spec
 from .topology import GroupTopology
-from .validate import check_cross_documents, check_packed, check_qkv, check_selected, check_sinks, check_ulysses
+from .validate import (
+    check_cross_documents,
+    check_heads,
+    check_lengths,
+    check_packed,
+    check_selected,
+    check_sinks,
+    check_ulysses,
+)
 
 
-@comm.outside_graphs
+@comm.public_call
 def tree_attn_func(
     q: Tensor,
     k: Tensor,
@@ -50,7 +60,7 @@ def tree_attn_func(
     cp_group,
     causal: bool | None = None,
     softmax_scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Sequence[int] = (-1, -1),
     ranges: Sequence[AttnSlice] | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -89,8 +99,9 @@ def tree_attn_func(
         dropout_p: probability that a weight is dropped. The mask depends only on dropout_seed, sequence, head and
             positions, not on ranks, schedule or backend. lse is computed without dropout.
         dropout_seed: an integer, the same on all ranks, different in every call.
-        layout: "zigzag" (Megatron's), "contiguous" (equal lengths), a tuple of every rank's length (contiguous), or a
-            `Dispatched`: any chunks on any rank; several documents are those of every row.
+        layout: "zigzag" (Megatron's), "contiguous" (the lengths of `shard_sequence`, which the ranks tell each other in
+            a small message), a tuple of every rank's length (contiguous), or a `Dispatched`: any chunks on any rank;
+            several documents are those of every row.
         config: `TreeConfig`; default: the file in $MEGATRON_TREE_CONFIG, else the planner chooses.
         return_lse: also return lse [b, h, s/p], fp32, natural log, differentiable; -inf for a query that sees nothing.
         return_max_logit: also return the largest logit of each head, [h], fp32, over the batch and the whole sequence,
@@ -104,14 +115,14 @@ def tree_attn_func(
         respond.
     Source: Tree Attention (arXiv 2408.04093), on a grid of ranks (docs/design.md, section 2).
     """
-    config, cp_group = config or default_config(), comm.process_group(cp_group)
     outside, q, k, v = autocast(q, k, v)
-    with comm.collective_call("tree_attn_func", cp_group, config) as call, outside:
-        comm.check_local(q=q, k=k, v=v, sinks=sinks, alibi_slopes=alibi_slopes, selected=selected)
+    layout, layout_kv = layouts_of(layout, cp_group, config, "tree_attn_func", q=q, k=k)
+    with comm.collective_call("tree_attn_func", cp_group, config, differentiable=True) as call, outside:
+        check_heads(q, k, v, "k", "v")
         options = dict(deterministic=config.deterministic, ranges=ranges is not None, alibi_slopes=alibi_slopes)
         spec = make_spec(q, causal, softmax_scale, window_size, softcap, dropout_p, dropout_seed, **options)
-        check_qkv(q, k, v, cross=not spec.by_position)
-        queries, keys = (_sharding(x, name, cp_group, layout) for x, name in ((q, "q"), (k, "k")))
+        check_lengths(q, k, v, cross=not spec.by_position)
+        queries, keys = _sharding(q, "q", cp_group, layout), _sharding(k, "k", cp_group, layout_kv)
         if ranges is not None:
             spec = dataclasses.replace(spec, ranges=make_slices(ranges, queries, keys))
         args = AttnArgs(spec=spec, group=cp_group, queries=queries, keys=keys, config=config, selected=selected)
@@ -119,21 +130,21 @@ def tree_attn_func(
     return results if len(results) > 1 else results[0]
 
 
-@comm.outside_graphs
+@comm.public_call
 def tree_attn_varlen_func(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_padded: Tensor | None = None,
-    cu_seqlens_kv: Tensor | None = None,
-    cu_seqlens_kv_padded: Tensor | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    cu_seqlens_padded: Tensor | Sequence[int] | None = None,
+    cu_seqlens_kv: Tensor | Sequence[int] | None = None,
+    cu_seqlens_kv_padded: Tensor | Sequence[int] | None = None,
     max_seqlen: int | None = None,
     cp_group,
     causal: bool | None = None,
     softmax_scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -160,8 +171,8 @@ def tree_attn_varlen_func(
             of q sees document i of k; default: those of q.
         max_seqlen: length of the longest document of q; optional, checked if given.
         layout: "documents" (above); what `dispatch_documents` returns (short documents whole on one rank, no padding);
-            or "zigzag" or "contiguous": the packed rows are cut as a whole (t a multiple of 2p; Megatron's
-            inter-document masking).
+            or the packed rows are cut as a whole: "zigzag" (t a multiple of 2p; Megatron's inter-document masking) or
+            "contiguous" (any t, as `shard_sequence` cuts it).
         selected: int32 [t/p, m]: positions within the query's document.
         Others as in `tree_attn_func`.
 
@@ -169,17 +180,21 @@ def tree_attn_varlen_func(
         their out and gradients are 0. Their q, k, v and dout may be NaN.
     Raises: as `tree_attn_func`, and ValueError for a padded length that is not a multiple of 2p.
     """
-    config, cp_group = config or default_config(), comm.process_group(cp_group)
     outside, q, k, v = autocast(q, k, v)
-    with comm.collective_call("tree_attn_varlen_func", cp_group, config) as call, outside:
-        comm.check_local(q=q, k=k, v=v, sinks=sinks, alibi_slopes=alibi_slopes, selected=selected)
+    (cut,) = layouts_of(layout, cp_group, config, "tree_attn_varlen_func", dim=0, q=q)
+    with comm.collective_call("tree_attn_varlen_func", cp_group, config, differentiable=True) as call, outside:
         check_packed(q, k, v)
-        world = comm.group_size(cp_group)
-        documents = _documents(layout, cu_seqlens, cu_seqlens_padded, num_rows=q.shape[0] * world, world=world)
+        world, own = comm.group_size(cp_group), q.shape[0]
+        counts = cut if isinstance(cut, tuple) else (own,) * world
+        if more := max(counts) - own:  # a rank's rows and padding, as many as the longest shard has
+            q, k, v = (F.pad(x, (0, 0, 0, 0, 0, more)) for x in (q, k, v))
+            selected = None if selected is None else F.pad(selected, (0, 0, 0, more), value=-1)
+        documents = _documents(layout, cu_seqlens, cu_seqlens_padded, num_rows=sum(counts), world=world)
         longest = max(documents.lengths, default=0)
         if max_seqlen is not None and max_seqlen < longest:
             raise ValueError(f"max_seqlen={max_seqlen} is less than the longest document of cu_seqlens, {longest}")
         q, k, v = (x[None] for x in (q, k, v))
+        check_heads(q, k, v, "k", "v")
         selected = selected[None] if isinstance(selected, Tensor) else selected
         options = dict(deterministic=config.deterministic, alibi_slopes=alibi_slopes)
         spec = make_spec(q, causal, softmax_scale, window_size, softcap, dropout_p, dropout_seed, **options)
@@ -190,13 +205,13 @@ def tree_attn_varlen_func(
             of_keys = packed_layout(cu_seqlens_kv, cu_seqlens_kv_padded, num_rows=k.shape[1] * world)
             counts = tuple(len(document_bounds("cu_seqlens", x)) - 1 for x in (cu_seqlens, cu_seqlens_kv))
             check_cross_documents(documents, of_keys, counts, spec)
-        check_qkv(q, k, v, cross=cu_seqlens_kv is not None)
+        check_lengths(q, k, v, cross=cu_seqlens_kv is not None)
         queries, keys = _sharding(q, "q", cp_group, documents), _sharding(k, "k", cp_group, of_keys)
         args = AttnArgs(spec=spec, group=cp_group, queries=queries, keys=keys, config=config, selected=selected)
         out, *others = _attend(call, q, k, v, sinks, args, return_lse, return_max_logit)
     if return_lse:
-        others[0] = others[0][0]
-    return (out[0], *others) if others else out[0]
+        others[0] = others[0][0, :, :own]
+    return (out[0, :own], *others) if others else out[0, :own]
 
 
 def _documents(

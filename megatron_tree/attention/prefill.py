@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import comm, kernels
-from ..config import AttnSpec, TreeConfig, check_positive, default_config
+from ..config import AttnSpec, TreeConfig, check_positive
 from ..kernels import KVCache
 from ..layout import Segment
 from ..merge import State, join_heads, merge_sinks
@@ -31,7 +31,7 @@ from .validate import check_latents, check_runs, check_segments, check_selected,
 from .validate_cache import check_cache
 
 
-@comm.outside_graphs
+@comm.public_call
 def tree_prefill(
     q: Tensor,
     k_cache: Tensor,
@@ -43,7 +43,7 @@ def tree_prefill(
     shares: Sequence[Sequence[tuple[int, int]]],
     key_segments: Sequence[Segment] | Sequence[Sequence[Segment]],
     softmax_scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Sequence[int] = (-1, -1),
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -79,13 +79,10 @@ def tree_prefill(
     Raises: as `tree_decode`.
     Source: Tree Attention's reduction (arXiv 2408.04093) on a grid (docs/design.md, section 3).
     """
-    config, cp_group = config or default_config(), comm.process_group(cp_group)
     outside, q, k_cache, v_cache = autocast(q, k_cache, v_cache)
     if expand is not None and isinstance(outside, torch.autocast):
         expand = torch.autocast(outside.device)(expand)  # its weights are the caller's
     with comm.collective_call("tree_prefill", cp_group, config) as call, outside, torch.no_grad():
-        tensors = dict(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
-        comm.check_local(**tensors, alibi_slopes=alibi_slopes, selected=selected)
         head_shares = check_head_shares(head_shares, q, cp_group)
         whole, cache = all_heads_of(q, head_shares), KVCache(k_cache, v_cache, head_dim_v=head_dim_v)
         if expand is None:

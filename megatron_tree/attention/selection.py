@@ -22,12 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import comm
-from ..config import TreeConfig, check_positive, default_config
+from ..config import TreeConfig, check_positive
 from ..kernels import index_scores
 from ..layout import Layout, Segment, Sharding, check_layout, shard_lengths
 from ..layout import positions_of as positions_of_rows
 from ..merge import NO_ENTRY, ListReducer, positions_of, ranked
 from .prefill_cell import PromptChunk, of_runs
+from .sequences import layouts_of
 from .validate import check_runs, check_segments, describe
 
 STRIP = 256  # query rows at a time, at most
@@ -43,7 +44,7 @@ class Blocks(NamedTuple):
     """The keys [b, n, d] of blocks whose tokens have keys [b, n, size, d] and whose first have positions int64 [n]."""
 
 
-@comm.outside_graphs
+@comm.public_call
 @torch.no_grad()
 def tree_select_func(
     index_q: Tensor,
@@ -73,9 +74,8 @@ def tree_select_func(
         With blocks m = topk * size + size - 1, with the number of the longest document's blocks if that is less.
     Raises: ValueError for bad input or arguments that differ between ranks; CommError if a rank failed.
     """
-    config, cp_group = config or default_config(), comm.process_group(cp_group)
+    (layout,) = layouts_of(layout, cp_group, config, "tree_select_func", index_k=index_k)
     with comm.collective_call("tree_select_func", cp_group, config) as call:
-        comm.check_local(index_q=index_q, index_weights=index_weights, index_k=index_k)
         _check(index_q, index_weights, index_k, topk, softmax_scale)
         world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
         sharding = _sharding(index_k, cp_group, layout)
@@ -95,7 +95,7 @@ def tree_select_func(
     return _select(index_q, index_weights, keys, sharding.segments((rank,)), wanted, softmax_scale)
 
 
-@comm.outside_graphs
+@comm.public_call
 @torch.no_grad()
 def tree_select_prefill(
     index_q: Tensor,
@@ -124,9 +124,7 @@ def tree_select_prefill(
     Returns: int32 [b, n, m] with m = topk, or the number of all keys if that is less; for `tree_prefill(selected=)`. Of
             blocks likewise, and m = topk * block_size + block_size - 1.
     """
-    config, cp_group = config or default_config(), comm.process_group(cp_group)
     with comm.collective_call("tree_select_prefill", cp_group, config) as call:
-        comm.check_local(index_q=index_q, index_weights=index_weights, index_k=index_k)
         _check(index_q, index_weights, index_k, topk, softmax_scale, cached=True)
         shares, segments = check_runs(shares), _in_blocks(check_segments(key_segments), block_size)
         chunk = PromptChunk(comm.group_rank(cp_group), shares, segments, None, None)
@@ -265,7 +263,7 @@ class _Keys:
             parts.append(blocks.key(tokens, torch.arange(count, device=tokens.device) * blocks.size))
             segments.append(Segment(at, 0, count, document))
             at += count
-        return _Keys(torch.cat(parts, 1).transpose(0, 1), segments, blocks.size)
+        return _Keys(torch.cat(parts or [self._rows[:, :0]], 1).transpose(0, 1), segments, blocks.size)
 
     def before(self, queries: Segment) -> tuple[Tensor, Tensor]:
         """[b, n, d], int64 [n]: the keys of these queries' document up to the last of them, and their numbers."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .. import comm
+from ..arguments import checked
 from ..config import TreeConfig, integer
 from ..layout import (
     Dispatched,
@@ -25,7 +27,8 @@ _DEFAULT = TreeConfig()
 
 
 @comm.outside_graphs
-def dispatch_documents(cu_seqlens, cp_group, *, multiple_of: int = 1) -> Dispatched:
+@checked
+def dispatch_documents(cu_seqlens: Tensor | Sequence[int], cp_group, *, multiple_of: int = 1) -> Dispatched:
     """A layout of packed documents for `tree_attn_varlen_func`, without padding documents. No communication.
 
     Short documents lie whole on one rank, and send nothing; long ones are spread. All ranks have equally many rows and
@@ -46,6 +49,7 @@ def dispatch_documents(cu_seqlens, cp_group, *, multiple_of: int = 1) -> Dispatc
 
 
 @comm.outside_graphs
+@checked
 def dispatch_prefix_tree(tree: PrefixTree, cp_group, *, multiple_of: int = 1) -> Dispatched:
     """A layout of a tree's packed row for `tree_attn_func`, beside `ranges=tree.ranges()`. No communication.
 
@@ -68,7 +72,41 @@ def _rows(multiple_of: object) -> int:
     return rows
 
 
+def layouts_of(
+    layout: Layout, cp_group, config: TreeConfig, name: str, *, dim: int = 1, **shards: Tensor
+) -> list[Layout]:
+    """The layout of every sequence of which this rank has a shard, along `dim`: "contiguous" as the lengths that the
+    ranks have, any other as it is. Collective where it is "contiguous".
+
+    Ranks with 8 tokens beside one with 9 can't tell that from their own shards, so all tell the others how many they
+    have, in a small call of its own; a tuple of lengths saves it. name: of the public function.
+    Raises: ``ValueError`` on all ranks for lengths that `shard_sequence` does not give.
+    """
+    world = comm.group_size(cp_group)
+    if not (isinstance(layout, str) and layout == "contiguous") or world == 1:
+        return [layout] * len(shards)
+    with comm.collective_call(f"{name}(layout='contiguous')", cp_group, config, differentiable=True) as call:
+        for x_name, x in shards.items():
+            _check_dim(x, dim, x_name)
+        call.agree(sequences=tuple(shards))
+        counts = torch.tensor([[x.shape[dim] for x in shards.values()]])
+        device = next(iter(shards.values())).device
+        transport = comm.resolve_transport(cp_group, device, config.transport)
+        team = comm.Team.flat(cp_group, transport=transport, timeout_s=config.timeout_s)
+        of_ranks = comm.start_gather(counts.to(device), team).wait().T.tolist()
+    layouts = []
+    for x_name, lengths in zip(shards, map(tuple, of_ranks)):
+        if lengths != (given := shard_lengths(sum(lengths), world, layout)):
+            raise ValueError(
+                f"{x_name} has {lengths} tokens on the ranks, but layout='contiguous' gives them {given}: pass "
+                f"layout={lengths}"
+            )
+        layouts.append(lengths)
+    return layouts
+
+
 @comm.outside_graphs
+@checked
 def shard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag", *, padding: float = 0) -> Tensor:
     """This rank's shard of x, which holds the whole sequence along `dim`. Differentiable; no communication.
 
@@ -78,7 +116,7 @@ def shard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag", *, 
     cp_group = comm.process_group(cp_group)
     world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
     comm.check_local(x=x)
-    _check_dim(x, dim)
+    _check_dim(x, dim, "x")
     seq_len = x.shape[dim]
     if isinstance(layout, Dispatched):
         if seq_len != layout.starts[-1]:
@@ -94,17 +132,17 @@ def shard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag", *, 
     return torch.cat((shard, shard.new_full(shape, padding)), dim)
 
 
-@comm.outside_graphs
+@comm.public_call
 def unshard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag", seq_len: int | None = None) -> Tensor:
     """The whole sequence, on every rank, from the shards of `shard_sequence`. One all-gather; no gradients.
 
-    seq_len: length of the whole sequence; needed for an uneven "contiguous" layout, default p times this rank's length.
+    seq_len: length of the whole sequence; default: that of the shards together.
     """
-    cp_group = comm.process_group(cp_group)
+    if seq_len is None:
+        (layout,) = layouts_of(layout, cp_group, _DEFAULT, "unshard_sequence", dim=dim, x=x)
     world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
     with comm.collective_call("unshard_sequence", cp_group, _DEFAULT) as call:
-        comm.check_local(x=x)
-        _check_dim(x, dim)
+        _check_dim(x, dim, "x")
         layout = check_layout(layout, world)
         if isinstance(layout, Dispatched):
             seq_len = layout.num_rows * world
@@ -128,6 +166,6 @@ def unshard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag", s
     return out.movedim(0, dim)
 
 
-def _check_dim(x: Tensor, dim: int) -> None:
+def _check_dim(x: Tensor, dim: int, name: str) -> None:
     if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"dim={dim} is not a dimension of x, which has shape {tuple(x.shape)}")
+        raise ValueError(f"dim={dim} is not a dimension of {name}, which has shape {tuple(x.shape)}")

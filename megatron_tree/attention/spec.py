@@ -6,9 +6,9 @@ import math
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..config import AttnSpec, Dropout, integer, integers
+from ..layout import ReadOnce
 
 
 def make_spec(
@@ -86,14 +86,12 @@ def _slopes(slopes: Tensor, q: Tensor) -> tuple[tuple[float, ...], ...]:
         )
     if slopes.requires_grad:
         raise ValueError("alibi_slopes get no gradient: pass alibi_slopes.detach(), or fixed slopes")
-    version = None if slopes.is_inference() else slopes._version  # those of inference mode have none
-    known = _read_slopes.get(slopes)
-    if known is None or version is None or known[0] != version:
-        rows = tuple(map(tuple, slopes.reshape(-1, slopes.shape[-1]).tolist()))
-        if not all(math.isfinite(slope) for row in rows for slope in row):
-            raise ValueError(f"alibi_slopes={slopes.tolist()} must be finite numbers")
-        known = _read_slopes[slopes] = version, rows
-    return known[1]
+    return _read_slopes(slopes)
 
 
-_read_slopes = WeakTensorKeyDictionary()
+@ReadOnce
+def _read_slopes(slopes: Tensor) -> tuple[tuple[float, ...], ...]:
+    rows = tuple(map(tuple, slopes.reshape(-1, slopes.shape[-1]).tolist()))
+    if not all(math.isfinite(slope) for row in rows for slope in row):
+        raise ValueError(f"alibi_slopes={slopes.tolist()} must be finite numbers")
+    return rows

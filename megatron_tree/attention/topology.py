@@ -30,7 +30,7 @@ class GroupTopology(NamedTuple):
         made, key = GroupState.of(group).topologies, cls._key(device, config)
         if key in made:
             return made[key]
-        backend = comm.backend(group)
+        backend = comm.backend(group, device)
         topology = default_topology(backend) if config.topology is None else load_topology(config.topology)
         wanted = config.transport
         if wanted == "auto" and config.topology is not None and topology.transport == "builtin":

@@ -22,12 +22,8 @@ def check_device(name: str, x: Tensor, q: Tensor) -> None:
         raise ValueError(f"{name} is on device {x.device} but q is on {q.device}: move them to one device")
 
 
-def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, cross: bool = False) -> None:
-    """q [b, s, h, d], k [b, s, h_kv, d], v [b, s, h_kv, d_v], of one dtype, on one device.
-
-    cross: k and v may have another length than q.
-    """
-    check_heads(q, k, v, "k", "v")
+def check_lengths(q: Tensor, k: Tensor, v: Tensor, *, cross: bool = False) -> None:
+    """q [b, s, h, d], k [b, s, h_kv, d], v [b, s, h_kv, d_v]. cross: k and v may have another length than q."""
     if k.shape[1] != v.shape[1] or (k.shape[1] != q.shape[1] and not cross):
         raise ValueError(
             f"q, k and v must have the same number of tokens on this rank: q has {q.shape[1]}, k {k.shape[1]}, "

@@ -33,6 +33,7 @@ from torch import Tensor
 from ..comm import collective_call, group_rank, group_size
 from ..comm.wire import share_all
 from ..config import TreeConfig
+from ..files import NotWritten, writing
 from . import ShardedCache
 from .description import (
     DESCRIPTION,
@@ -107,23 +108,32 @@ def save_rows(
         if rank == 0 and folder.exists():
             raise ValueError(f"folder={str(folder)!r} exists already: choose another one, or delete it")
         if rank == 0:
-            with naming(part):
+            with _writing(folder):
                 shutil.rmtree(part, ignore_errors=True)
                 part.mkdir(parents=True)
         digest = hashlib.sha256(b"".join(x.cpu().numpy().tobytes() for x in tokens)).hexdigest()[:16]
         values = {"folder": str(folder), "digest of tokens": digest, "fingerprint": fingerprint}
         call.agree(lengths=tuple(lengths), **values)
-    with collective_call("save: all files are written", everyone, _CHECKED) as call, naming(part / file_of(rank)):
+    with collective_call("save: all files are written", everyone, _CHECKED) as call, _writing(folder):
         written = _write(part / file_of(rank), store, rows, tokens if rank == 0 else [], state_pieces)
         (part / f"{file_of(rank)}.json").write_text(json.dumps(written))
         call.agree()
-    with collective_call("save: the folder has its name", everyone, _CHECKED) as call, naming(part):
+    with collective_call("save: the folder has its name", everyone, _CHECKED) as call, _writing(folder):
         if rank == 0:
             about = describe(store, part, world, num_groups, lengths, fingerprint)
             (part / DESCRIPTION).write_text(json.dumps(about, indent=1))
             os.replace(part, folder)
         call.agree()
     share_all(None, everyone, timeout_s=TIMEOUT_S)  # until then rank 0 must stay: it hosts the store
+
+
+@contextlib.contextmanager
+def _writing(folder: Path):
+    try:
+        with writing(folder):
+            yield
+    except NotWritten as error:
+        raise ValueError(str(error)) from error
 
 
 def load_rows(

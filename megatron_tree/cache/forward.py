@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..attention.token_shares import HeadsForTokens, count_tokens, shares_by_rank
-from ..comm import Team
+from ..comm import Team, in_step
 from ..config import TreeConfig, default_config
 from ..layout import Dispatched
 from ..merge import State, merged
@@ -26,26 +26,31 @@ PREFILL_TOKENS = 32  # from here on a pass over one row is a prefill, whose kern
 
 @contextlib.contextmanager
 def forward_pass(
-    store: ShardedCache, rows: Sequence[int], num_tokens: int, *, sharded: bool = False, **options
+    store: ShardedCache, rows: Sequence[int], num_tokens: int, *, sharded: bool = False, token_group=None, **options
 ) -> Iterator[ForwardPass]:
     """Context of one run of a model over num_tokens new tokens of each of these rows; options: of `ForwardPass`.
 
-    A failure inside removes the tokens again. sharded: each rank runs its share of one row's tokens.
+    A failure inside removes the tokens again, and the other ranks hear of it. sharded: each rank runs its share of one
+    row's tokens. token_group: the ranks that run the same tokens, if they are more than cp_group.
     """
-    with appended(store, rows, num_tokens, sharded=sharded) as append:
+    with appended(store, rows, num_tokens, (options["cp_group"], token_group), sharded=sharded) as append:
         yield ForwardPass(store, append, **options)
 
 
 @contextlib.contextmanager
-def appended(store: ShardedCache, rows: Sequence[int], num_tokens: int, *, sharded: bool = False) -> Iterator[Append]:
-    """Context in which num_tokens new tokens of each of these rows are run; a failure inside removes them again."""
-    append = store.append(rows, num_tokens, sharded=sharded)
-    try:
-        yield append
-    except BaseException:
-        for row, length in zip(rows, append.first, strict=True):
-            store.crop(row, length)
-        raise
+def appended(
+    store: ShardedCache, rows: Sequence[int], num_tokens: int, groups: Sequence, *, sharded: bool = False
+) -> Iterator[Append]:
+    """Context in which the ranks of these groups run num_tokens new tokens of each of these rows; a failure inside
+    removes them again, and the other ranks hear of it."""
+    lengths = [store.book.rows[row].length for row in rows]
+    with in_step(*groups, rows=rows, positions=lengths, num_tokens=num_tokens):
+        try:
+            yield store.append(rows, num_tokens, sharded=sharded)
+        except BaseException:
+            for row, length in zip(rows, lengths, strict=True):
+                store.crop(row, length)
+            raise
 
 
 class ForwardPass:

@@ -48,7 +48,7 @@ def check_runner(runner) -> None:
     """Raise ``ValueError`` where a `RowRunner`'s decode steps can't be captured."""
     check_cuda_graphs(device_type=runner.device.type, schedule=runner.schedule, config=runner.config)
     groups = [group for group in (runner.cp_group, runner.token_group) if comm.group_size(group) > 1]
-    others = [name for name in map(comm.backend, groups) if name != "nccl"]
+    others = [name for group in groups if (name := comm.backend(group, runner.device)) != "nccl"]
     pages = runner.store.layers[0]
     reason = runner.depends_on_host
     if others:
@@ -111,15 +111,15 @@ class GraphedSteps:
         Returns: fp32 logits [len(rows), 1, vocab_size], a copy.
         Raises: ValueError if the model's step depends on what the host knows of lengths.
         """
-        store = self._store
-        with appended(store, rows, 1) as append:
+        store, runner = self._store, self._runner
+        with appended(store, rows, 1, (runner.cp_group, runner.token_group)) as append:
             if self._resets != store.resets:  # there may be no pages yet, and none may be made while a step is captured
                 self._steps.clear()
                 self._resets = store.resets
             capacity = self._capacities.of(rows)
             step, is_known = self._steps.get(capacity), capacity in self._steps
             if not is_known:
-                step = self._steps[capacity] = _Step(StepInputs(store, capacity, self._runner.device))
+                step = self._steps[capacity] = _Step(StepInputs(store, capacity, runner.device))
                 if len(self._steps) > MAX_GRAPHS:
                     self._steps.popitem(last=False)
             self._steps.move_to_end(capacity)

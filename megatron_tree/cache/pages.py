@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,8 @@ from ..kernels import KVCache
 
 GROWTH = 8  # a full pool grows by 1/GROWTH of its size: at most that much memory is spare
 CACHE_DTYPES = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+kept = functools.partial(torch.inference_mode, False)
+"""Context in which tensors are made that later calls write to: in inference mode or not, whatever they are made in."""
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
@@ -49,11 +53,12 @@ class LayerPages:
             return
         if self.k is None:
             self.dtype = k.dtype
-            for name, shape in self._shapes(k, v).items():
-                setattr(self, name, k.new_zeros((0, self.page_size, *shape), dtype=self.stored or k.dtype))
-            if self.stored is not None:
-                scales = (2, 0, k.shape[2], self.page_size)
-                self.k_scale, self.v_scale = k.new_zeros(scales, dtype=torch.float32).transpose(2, 3)
+            with kept():
+                for name, shape in self._shapes(k, v).items():
+                    setattr(self, name, k.new_zeros((0, self.page_size, *shape), dtype=self.stored or k.dtype))
+                if self.stored is not None:
+                    scales = (2, 0, k.shape[2], self.page_size)
+                    self.k_scale, self.v_scale = k.new_zeros(scales, dtype=torch.float32).transpose(2, 3)
         have = {name: tuple(x.shape[2:]) for name, x in self.tensors.items() if name in ("k", "v")}
         if (self._shapes(k, v), k.dtype) != (have, self.dtype):
             raise ValueError(
@@ -79,10 +84,11 @@ class LayerPages:
         for name in self.tensors:  # one after another, so that only one tensor at a time exists twice
             old = getattr(self, name)
             # zeros: kernels read whole pages, and unused slots must not be NaN
-            if name.endswith("scale"):
-                new = old.new_zeros(pages, *old.mT.shape[1:]).mT
-            else:
-                new = old.new_zeros(pages, *old.shape[1:])
+            with kept():
+                if name.endswith("scale"):
+                    new = old.new_zeros(pages, *old.mT.shape[1:]).mT
+                else:
+                    new = old.new_zeros(pages, *old.shape[1:])
             new[:have] = old
             setattr(self, name, new)
             del old, new
@@ -94,7 +100,8 @@ class LayerPages:
         """
         if self.index_k is None:
             shape = (len(self.k), self.page_size, 1, index_k.shape[-1])
-            self.index_k, self.moves = index_k.new_zeros(shape), self.moves + 1
+            with kept():
+                self.index_k, self.moves = index_k.new_zeros(shape), self.moves + 1
         if index_k.shape[-1] != self.index_k.shape[-1]:
             raise ValueError(
                 f"index keys {tuple(index_k.shape)} don't fit the cache, which has {self.index_k.shape[-1]}"

@@ -329,7 +329,7 @@ class RowRunner:
 
     def _forward_pass(self, rows, num_tokens: int, *, sharded: bool = False, progress=None):
         """Context of one run of the model over num_tokens new tokens of each of these rows, see `forward_pass`."""
-        options = {"sharded": sharded, "place": self._place, "progress": progress}
+        options = {"sharded": sharded, "place": self._place, "progress": progress, "token_group": self.token_group}
         return forward_pass(self.store, rows, num_tokens, **self.of_passes, **options)
 
     def _check(self, rows, tokens: Tensor, dims: int) -> None:

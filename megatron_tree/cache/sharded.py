@@ -11,7 +11,7 @@ from torch import Tensor
 from ..attention.selection import Blocks
 from ..kernels import SharedPages
 from .beginnings import SAVED_TOKENS, common_beginnings
-from .pages import CACHE_DTYPES, LayerPages
+from .pages import CACHE_DTYPES, LayerPages, kept
 from .rows import Append, Row, RowBook
 
 WIDER = 8  # tables are as wide as a multiple of so many pages
@@ -49,8 +49,9 @@ class RowTables:
 
     def __init__(self, num_rows: int, width: int, device, row_ids: tuple[int, ...] = ()):
         self.row_ids = row_ids
-        self.pages = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
-        self.indices = torch.zeros(num_rows, width, dtype=torch.int64, device=device)
+        with kept():
+            self.pages = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
+            self.indices = torch.zeros(num_rows, width, dtype=torch.int64, device=device)
         self.known: list[tuple[int, int] | None] = [None] * num_rows
         """(row, its version) that each line shows."""
 

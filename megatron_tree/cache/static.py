@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .forward import ForwardPass
+from .pages import kept
 from .rows import Append
 from .sharded import RowTables, ShardedCache, View
 
@@ -74,8 +75,9 @@ class StepInputs:
     def __init__(self, store: ShardedCache, capacity: Capacity, device: torch.device):
         rows, kinds = capacity.rows, len(capacity.pages)
         self.store, self.capacity = store, capacity
-        self.tokens = torch.zeros(rows, 1, dtype=torch.int64, device=device)
-        self._numbers = torch.zeros(1 + 2 * kinds, rows, dtype=torch.int64, device=device)
+        with kept():
+            self.tokens = torch.zeros(rows, 1, dtype=torch.int64, device=device)
+            self._numbers = torch.zeros(1 + 2 * kinds, rows, dtype=torch.int64, device=device)
         first, *others = self._numbers.unbind()
         self.positions, self.lengths, self.slots = first[:, None], others[::2], others[1::2]
         self.tables = [RowTables(rows, width, device) for width in capacity.pages]

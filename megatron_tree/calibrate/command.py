@@ -69,7 +69,20 @@ def main(argv: list[str]) -> int:
 def _run(args: argparse.Namespace, rank: int) -> None:
     import torch.distributed as dist
 
+    from .. import comm
     from ..comm.rendezvous import start_on_own_device
+    from ..launching import together
+
+    device = start_on_own_device(TIMEOUT_S)
+    with together(args, dist.group.WORLD, timeout_s=TIMEOUT_S):
+        pass
+    with comm.monitored("calibration"):
+        _calibrate(args, rank, device)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _calibrate(args: argparse.Namespace, rank: int, device) -> None:
     from ..plan import default_topology, save_topology
     from .cluster import calibrate
 
@@ -77,7 +90,6 @@ def _run(args: argparse.Namespace, rank: int) -> None:
         if rank == 0:
             print(line, flush=True)
 
-    device = start_on_own_device(TIMEOUT_S)
     assumed = default_topology("nccl" if device.type == "cuda" else "gloo") if args.no_compute else None
     calibrated = calibrate(
         device,
@@ -98,5 +110,3 @@ def _run(args: argparse.Namespace, rank: int) -> None:
     if rank == 0:
         save_topology(calibrated.topology, args.out)
         say(f"\nwritten to {args.out}")
-    dist.barrier()
-    dist.destroy_process_group()

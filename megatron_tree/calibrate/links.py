@@ -37,7 +37,7 @@ class Links:
     def __init__(self, device: torch.device, timeout_s: float):
         self.device, self.timeout_s = device, timeout_s
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self._early = comm.backend(dist.group.WORLD) == "gloo"  # with NCCL it would block
+        self._early = comm.backend(dist.group.WORLD, device) == "gloo"  # with NCCL it would block
 
     def share(self, value) -> list:
         """Every rank's value (JSON types), by rank. All ranks return at about the same time."""

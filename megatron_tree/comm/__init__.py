@@ -3,7 +3,8 @@
 - call_record.py  the calls of a group on this rank: numbers, stamps, which ones still run
 - calls.py        one call that all ranks make together: check, agree, run
 - group.py        a process group, and what this process keeps about it
-- interop.py      torch.compile, DeviceMesh and DTensor
+- interop.py      arguments of the public functions, modules, torch.compile, DeviceMesh and DTensor
+- transforms.py   torch.func
 - team.py         ranks that gather keys or queries together, nested by node, and their process groups
 - machines.py     on which host every rank runs
 - links.py        latency and bandwidth between ranks, measured
@@ -23,8 +24,18 @@ Tensors that travel are sequence-first ([s, ...], contiguous), so that a gather 
 is read through strides, without a copy.
 """
 
-from .calls import Agreement, CollectiveCall, call_stamp, collective_call, part_of_call, shared_checks
+from .calls import (
+    Agreement,
+    CollectiveCall,
+    begin_step,
+    call_stamp,
+    collective_call,
+    in_step,
+    part_of_call,
+    shared_checks,
+)
 from .collectives import (
+    all_arrive,
     all_reduce,
     broadcast,
     gather_rows,
@@ -38,7 +49,7 @@ from .collectives import (
 from .counting import kth_largest
 from .group import backend, group_rank, group_size, resolve_transport
 from .health.monitored import monitored, waited_s
-from .interop import check_local, outside_graphs, process_group
+from .interop import check_local, derivative, forward_in_step, outside_graphs, process_group, public_call
 from .links import Links, measured_links
 from .local_share import by_owner
 from .machines import hosts, ranks_by_host
@@ -59,18 +70,23 @@ __all__ = [
     "Stages",
     "Team",
     "Transfer",
+    "all_arrive",
     "all_reduce",
     "backend",
+    "begin_step",
     "broadcast",
     "by_owner",
     "call_stamp",
     "check_local",
     "collective_call",
+    "derivative",
+    "forward_in_step",
     "gather_rows",
     "gather_sequence",
     "group_rank",
     "group_size",
     "hosts",
+    "in_step",
     "kth_largest",
     "measured_links",
     "monitored",
@@ -79,6 +95,7 @@ __all__ = [
     "part_of_call",
     "prepare_reduction",
     "process_group",
+    "public_call",
     "ranks_by_host",
     "record",
     "resolve_shared",

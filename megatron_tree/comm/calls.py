@@ -13,18 +13,19 @@ import torch.utils.checkpoint
 
 from ..config import TreeConfig
 from ..errors import CommError
-from .call_record import Call
+from .call_record import Call, Step
 from .group import IN_PART, GroupState, wait_limit
 from .health.agreement import Signature, compare, digest_of, log_call
 from .health.reports import Report
 from .health.watchdog import MEANWHILE, Watchdog
+from .transforms import check_transforms
 
 # how torch's activation checkpointing leaves a forward that it recomputes, once all that it needs is there: no failure
 _EARLY_STOP = torch.utils.checkpoint._StopRecomputationError
 
 _digest_of_name = functools.cache(lambda name: digest_of(name, {}))
 
-UNSTAMPED = ("nccl",)  # backends whose messages carry nothing of the call
+UNSTAMPED = {"nccl"}  # backends whose messages carry nothing of the call
 MAX_AGREED = 4096  # signatures that a group remembers
 
 
@@ -33,7 +34,7 @@ def call_stamp(group) -> int:
     return GroupState.of(group).calls.stamp
 
 
-def collective_call(name: str, group, config: TreeConfig) -> CollectiveCall:
+def collective_call(name: str, group, config: TreeConfig, *, differentiable: bool = False) -> CollectiveCall:
     """One call that all ranks of a group make together: check, agree, run.
 
         with collective_call("tree_decode", cp_group, config) as call:
@@ -41,11 +42,12 @@ def collective_call(name: str, group, config: TreeConfig) -> CollectiveCall:
             call.agree(q=q.shape, dtype=q.dtype)      # values that differ: the same ValueError on all ranks
             ...                                       # what one rank raises here ends the other ranks' waits
 
-    name: of the function, for messages. config: check and timeout_s are used.
+    name: of the function, for messages. config: check and timeout_s are used. differentiable: whether it has
+        derivatives; without them it does not run within transforms of torch.func.
     Raises on the other ranks: ``ValueError`` for what one rank raises before `agree`, and for a ``ValueError`` that it
         raises later; `CommError` for any other error that it raises later.
     """
-    return CollectiveCall(name, group, config)
+    return CollectiveCall(name, group, config, differentiable)
 
 
 class Agreement(NamedTuple):
@@ -59,8 +61,8 @@ class Agreement(NamedTuple):
 class CollectiveCall:
     """The context of a `collective_call`: it checks until `agree` or `start` returns, and runs from then on."""
 
-    def __init__(self, name: str, group, config: TreeConfig):
-        self._name, self._group, self._config = name, group, config
+    def __init__(self, name: str, group, config: TreeConfig, differentiable: bool):
+        self._name, self._group, self._config, self._differentiable = name, group, config, differentiable
         self._state = GroupState.of(group)
         self._alone = self._state.size == 1 or IN_PART.get()
         self._call: Call | None = None
@@ -74,7 +76,7 @@ class CollectiveCall:
             if self._runs:
                 self._failed(error)
             elif self._call is None and isinstance(error, Exception):  # else it comes from `agree`, and all ranks know
-                _reject(self._group, self._name, error)
+                _refuse(self._group, self._name, error)
         if self._call is not None:
             self._state.calls.leave(self._call)
             if error is None and not torch.is_grad_enabled():  # no backward will follow, which would ask
@@ -128,11 +130,14 @@ class CollectiveCall:
             self._begin(agreement, compares=False)
 
     def _begin(self, agreement: Agreement, *, compares: bool, meanwhile: bool = False, settles: bool = False) -> None:
+        check_transforms(self._name, differentiable=self._differentiable)
         timeout_s, calls = self._config.timeout_s, self._state.calls
         watchdog = self._state.watchdog or Watchdog.of(self._group, wait_limit(timeout_s))
         call = self._call = calls.begin(self._name, agreement.digest, meets=self._config.check != "never")
         watchdog.settle(timeout_s, at_most=0 if settles else MEANWHILE)
-        request = functools.partial(_compare, watchdog, self._name, agreement.values, timeout_s, call.number)
+        request = functools.partial(
+            _compare, watchdog, self._name, agreement.values, calls.step, timeout_s, call.number
+        )
         if calls.doubts:
             compares, meanwhile, calls.doubts = True, False, False
         if compares and meanwhile:
@@ -140,12 +145,12 @@ class CollectiveCall:
         elif compares:
             outcome = watchdog.store.run(request, wait_limit(timeout_s))
             if outcome is not None:
-                calls.doubt(call)
+                calls.doubt()
                 raise watchdog.fail(outcome) if isinstance(outcome, Report) else outcome
         else:
             call.compare = request
         calls.join(call)
-        if self._state.backend in UNSTAMPED and self._config.check != "never":
+        if not UNSTAMPED.isdisjoint(self._state.backends.values()) and self._config.check != "never":
             log_call(watchdog, call)
         self._runs = True
 
@@ -160,8 +165,9 @@ class CollectiveCall:
                 watchdog.fail(Report(f"{type(error).__name__}: {error},{watchdog.where()}", cause="error"))
 
 
-def _compare(watchdog: Watchdog, name: str, values: dict, timeout_s: float, number: int, store):
-    return compare(watchdog, Signature(name, values, wait_limit(timeout_s)), number, store)
+def _compare(watchdog: Watchdog, name: str, values: dict, step: Step | None, timeout_s: float, number: int, store):
+    of_step = {} if step is None else {f"step.{name}": value for name, value in step.values.items()}
+    return compare(watchdog, Signature(name, values | of_step, wait_limit(timeout_s)), number, store)
 
 
 @contextlib.contextmanager
@@ -176,6 +182,51 @@ def part_of_call() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def in_step(*groups, **values) -> Iterator[None]:
+    """What all ranks of these groups run in step: one pass of a model, one step of training.
+
+    If a rank leaves this context by an error, the others hear of it: where they wait for that rank in one of the
+    groups, or in their next call, they raise a ``ValueError`` that says who failed, after which call, and how. Where
+    all ranks leave it in the same place, nobody waits, and the groups stay usable. Calls of different steps don't get
+    each other's messages, however alike they are.
+
+    groups: None, or one rank alone, does nothing. values: what identifies the step, equal on all ranks.
+    """
+    entered = []
+    try:
+        for group in dict.fromkeys(groups):
+            if (state := GroupState.of(group)).size > 1:
+                entered.append((group, state.calls, state.calls.step))
+                begin_step(group, **values)
+        yield
+    except BaseException as error:
+        if not isinstance(error, (_EARLY_STOP, GeneratorExit)):
+            for group, *_ in entered:
+                _leave_by(group, error)
+        raise
+    finally:
+        for _, calls, before in entered:
+            calls.begin_step(before)
+
+
+def begin_step(group, **values) -> None:
+    """From now on this rank's calls in a group are part of a step that these values, equal on all ranks, identify."""
+    state = GroupState.of(group)
+    if state.size > 1:
+        latest = state.calls.latest
+        state.calls.begin_step(Step.after(latest.number if latest else 0, values))
+
+
+def _leave_by(group, error: BaseException) -> None:
+    """Tell the ranks of a group that this one won't come to the next call, unless they know."""
+    with contextlib.suppress(CommError):  # the rank's own error says more
+        watchdog = Watchdog.of(group)
+        if not (watchdog.calls.doubts or watchdog.error or watchdog.rejection):
+            what = f"{type(error).__name__}: {error}"
+            _reject(group, "an error", f"rank {dist.get_rank()} failed{watchdog.where()}: {what}")
+
+
+@contextlib.contextmanager
 def shared_checks(name: str, group) -> Iterator[None]:
     """What this rank raises in this context, before a call of `name`, the ranks that wait for it raise, too."""
     try:
@@ -184,14 +235,19 @@ def shared_checks(name: str, group) -> Iterator[None]:
         raise
     except Exception as error:
         if GroupState.of(group).size > 1:
-            _reject(group, name, error)
+            _refuse(group, name, error)
         raise
 
 
-def _reject(group, name: str, error: Exception) -> None:
+def _refuse(group, name: str, error: Exception) -> None:
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    _reject(group, name, f"rank {dist.get_rank()} rejected its input: {kind}{error}")
+
+
+def _reject(group, name: str, text: str) -> None:
+    """Reject the group's next call, of this name."""
     with contextlib.suppress(CommError):  # the rank's own error says more
         watchdog = Watchdog.of(group)
         call = watchdog.calls.begin(name)
         watchdog.calls.leave(call)
-        watchdog.reject(call, f"rank {dist.get_rank()} rejected its input: {kind}{error}")
+        watchdog.reject(call, text)

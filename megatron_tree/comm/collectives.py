@@ -10,7 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..config import TreeConfig
 from ..merge import SumReducer
+from .calls import collective_call
 from .group import GroupState, group_rank, group_size
 from .health.watchdog import Watchdog
 from .shared import SUMS, resolve_shared, shared
@@ -60,7 +62,7 @@ def _gather_builtin(x: Tensor, team: Team):
         if len(ranks) > 1:
             whole = torch.empty((len(ranks), *x.shape), dtype=x.dtype, device=x.device)
             start = functools.partial(_all_gather_single, whole.flatten(0, 1), x, async_op=True)
-            yield from _builtin("all_gather", team, ranks, start)
+            yield from _builtin("all_gather", team, ranks, x.device, start)
             x = _reordered(whole, ranks, rising=False).flatten(0, 1)
     return x
 
@@ -133,7 +135,7 @@ def _exchange_rows_builtin(parts: list[Tensor], lengths: Sequence[int], team: Te
     start = functools.partial(
         dist.all_to_all_single, arrived, torch.cat([parts[i] for i in rising]), *sizes, async_op=True
     )
-    yield from _builtin("all_to_all", team, ranks, start)
+    yield from _builtin("all_to_all", team, ranks, arrived.device, start)
     if rising == list(range(len(ranks))):
         return arrived
     by_rank = dict(zip(rising, arrived.split(sizes[0])))
@@ -157,7 +159,7 @@ def _exchange_direct(x: Tensor, team: Team, ranks: tuple[int, ...], index: int):
 def _exchange_builtin(x: Tensor, team: Team, ranks: tuple[int, ...], index: int):
     arrived, x = torch.empty_like(x), _reordered(x, ranks, rising=True).contiguous()
     start = functools.partial(dist.all_to_all_single, arrived, x, async_op=True)
-    yield from _builtin("all_to_all", team, ranks, start)
+    yield from _builtin("all_to_all", team, ranks, x.device, start)
     return _reordered(arrived, ranks, rising=False)
 
 
@@ -182,13 +184,13 @@ def _reordered(x: Tensor, ranks: tuple[int, ...], *, rising: bool) -> Tensor:
     return x[order] if rising else x[[order.index(i) for i in range(len(ranks))]]
 
 
-def _builtin(op: str, team: Team, ranks, start):
-    meet(op, team.group, team.timeout_s)
+def _builtin(op: str, team: Team, ranks, device: torch.device, start):
+    meet(op, team.group, device, team.timeout_s)
     try:
         group = subgroup(team, ranks)
         work = start(group=group)
         yield
-        wait_for(work, team.group, team.timeout_s, on=group)
+        wait_for(work, team.group, device, team.timeout_s, on=group)
     except RuntimeError as error:
         raise Watchdog.of(team.group).operation_failed(op, team.timeout_s, error, ranks) from error
 
@@ -239,8 +241,8 @@ def all_reduce(x: Tensor, group, *, op: str = "sum", timeout_s: float = 600.0) -
     n = group_size(group)
     if n > 1:
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
-        start = functools.partial(dist.all_reduce, x, reduce_op, group=group, async_op=True)
-        run("all_reduce", group, 2 * (n - 1) * x.nbytes // n, timeout_s, start)
+        start = functools.partial(dist.all_reduce, op=reduce_op, group=group, async_op=True)
+        run("all_reduce", group, 2 * (n - 1) * x.nbytes // n, timeout_s, start, x)
     return x
 
 
@@ -268,6 +270,18 @@ def sum_over_ranks(x: Tensor, group, *, transport: str = "auto", timeout_s: floa
     return start_gather(mine, team).wait()[: x.numel()].view(x.shape)
 
 
+def all_arrive(name: str, group, *, timeout_s: float = 600.0) -> None:
+    """Wait until all ranks of the group are here, in a call of this name; with NCCL, for which the host does not wait,
+    nobody does. For collectives of other libraries that come next, without a limit of ours.
+
+    Raises: `CommError` naming the ranks that don't come within timeout_s; ``ValueError`` if they make another call.
+    """
+    with collective_call(name, group, TreeConfig(timeout_s=timeout_s)) as call:
+        call.start()
+        if GroupState.of(group).backends.get("cpu") == "gloo":
+            meet(name, group, torch.device("cpu"), timeout_s)
+
+
 def broadcast(x: Tensor, group, src: int, *, transport: str = "auto", timeout_s: float = 600.0) -> Tensor:
     """x, contiguous, of group rank `src` on all ranks, in place."""
     n = group_size(group)
@@ -280,8 +294,8 @@ def broadcast(x: Tensor, group, src: int, *, transport: str = "auto", timeout_s:
         _broadcast_direct(x, group, src, timeout_s)
     else:
         sent = x.nbytes if group_rank(group) == src else 0
-        start = functools.partial(dist.broadcast, x, group=group, group_src=src, async_op=True)
-        run("broadcast", group, sent, timeout_s, start)
+        start = functools.partial(dist.broadcast, group=group, group_src=src, async_op=True)
+        run("broadcast", group, sent, timeout_s, start, x)
     return x
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from .call_record import CallRecord
@@ -25,8 +26,8 @@ class GroupState:
 
     size: int
     rank: int
-    backend: str
-    """gloo or nccl."""
+    backends: dict[str, str]
+    """By the type of a device, the backend that carries its tensors: gloo or nccl."""
     ranks: tuple[int, ...]
     """The global rank of every rank of the group."""
     subgroups: dict[tuple, dist.ProcessGroup] = field(default_factory=dict)
@@ -71,14 +72,15 @@ class GroupState:
             if dist.get_rank(group) < 0:
                 raise _not_a_member()
             ranks = tuple(dist.get_process_group_ranks(group))
-            state = cls(len(ranks), dist.get_rank(group), dist.get_backend(group), ranks)
+            config = dist.get_backend_config(group)  # unlike get_backend, also where the user has named none
+            state = cls(len(ranks), dist.get_rank(group), dict(x.split(":") for x in config.split(",")), ranks)
             _states[weakref.ref(group, _states.pop)] = state
         return state
 
 
 IN_PART: contextvars.ContextVar[bool] = contextvars.ContextVar("tree_part_of_call", default=False)
 """calls.py: whether what runs is part of a call that this rank is in already."""
-_ALONE = GroupState(1, 0, "gloo", (0,))
+_ALONE = GroupState(1, 0, {}, (0,))
 _states: dict[weakref.ref, GroupState] = {}  # by group; a WeakKeyDictionary would take a function call more to look up
 
 
@@ -101,9 +103,21 @@ def group_rank(group) -> int:
     return GroupState.of(group).rank
 
 
-def backend(group) -> str:
-    """The group's backend, "gloo" or "nccl"; "gloo" for one rank alone."""
-    return GroupState.of(group).backend
+def backend(group, device: torch.device) -> str:
+    """The group's backend for tensors on a device, "gloo" or "nccl"; "gloo" for None, one rank alone.
+
+    Raises ``ValueError`` where the group has none for such tensors.
+    """
+    if group is None:
+        return "gloo"
+    backends = GroupState.of(group).backends
+    if device.type not in backends:
+        known = ", ".join(f"{name} for {kind}" for kind, name in backends.items())
+        raise ValueError(
+            f"cp_group: no backend of this group carries tensors on {device.type}, only {known}: make it with one, for "
+            'instance dist.init_process_group("cpu:gloo,cuda:nccl")'
+        )
+    return backends[device.type]
 
 
 def resolve_transport(group, device, transport: str = "auto") -> str:
@@ -115,10 +129,11 @@ def resolve_transport(group, device, transport: str = "auto") -> str:
     """
     if group is None:
         return "direct"
-    gloo = device.type == "cpu" and backend(group) == "gloo"
+    name = backend(group, device)
+    gloo = device.type == "cpu" and name == "gloo"
     if transport in ("direct", "shm") and not gloo:
         raise ValueError(
-            f"transport={transport!r} needs gloo and tensors on the CPU; this group has {backend(group)} and "
+            f"transport={transport!r} needs gloo and tensors on the CPU; this group has {name} for "
             f"tensors on {device.type}: use transport='builtin' or 'auto'"
         )
     return "direct" if gloo and transport != "builtin" else "builtin"

@@ -1,15 +1,23 @@
-"""What the public functions do with torch.compile, DeviceMesh and DTensor."""
+"""What the public functions do first, and with torch's own tools: arguments, modules, torch.compile, DeviceMesh and
+DTensor."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
+
+from ..arguments import Arguments, shown
+from ..config import default_config
+from .calls import in_step, shared_checks
+from .transforms import check_transforms
 
 _REASON = "ranks run it together, between two graphs of torch.compile: leave out fullgraph=True"
 
@@ -42,13 +50,81 @@ def outside_graphs(fn: Callable) -> Callable:
     return call
 
 
+def forward_in_step(model: nn.Module, groups_of: Callable[[dict], Sequence], is_over=lambda kwargs: False) -> None:
+    """Make every forward of a module a step of some groups (`in_step`), from the next one on.
+
+    groups_of(its keyword arguments): the groups. is_over(those): whether no rank waits any more for one that fails now.
+    """
+    running = None
+
+    def end(error: BaseException | None) -> None:
+        nonlocal running
+        if running is not None:
+            (step, handled), running = running, None
+            error = None if error is handled else error
+            step.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
+
+    def enter(model, args, kwargs) -> None:
+        nonlocal running
+        end(None)  # one that was left unseen
+        running = in_step(*groups_of(kwargs)), sys.exception()
+        running[0].__enter__()
+
+    def leave(model, args, kwargs, output) -> None:
+        end(None if is_over(kwargs) else sys.exception())
+
+    model.register_forward_pre_hook(outside_graphs(enter), with_kwargs=True, prepend=True)
+    model.register_forward_hook(outside_graphs(leave), with_kwargs=True, always_call=True)
+
+
+def public_call(fn: Callable) -> Callable:
+    """A public function that all ranks of its `cp_group` call together; torch.compile leaves it as it is.
+
+    It gets a process group or None, and its own `TreeConfig` or the default one. Arguments that are of another kind
+    than its annotations say, or tensors without values of their own, are an error on all ranks of cp_group.
+    """
+    arguments = None
+
+    @functools.wraps(fn)
+    def call(*args, **kwargs):
+        nonlocal arguments
+        arguments = arguments or Arguments.of(fn)
+        given = arguments.bound(args, kwargs)
+        group = given["cp_group"] = process_group(given["cp_group"])
+        with shared_checks(fn.__name__, group):
+            arguments.check(given)
+            check_local(**given)
+            if "config" in arguments.names and given.get("config") is None:
+                given["config"] = default_config()
+        return fn(**given)
+
+    return outside_graphs(call)
+
+
+def derivative(rule: Callable) -> Callable:
+    """A backward or jvp in which ranks communicate: `outside_graphs`, and refused within vmap before a rank sends."""
+
+    @outside_graphs
+    @functools.wraps(rule)
+    def checked(ctx, *tensors):
+        check_transforms("a derivative of several ranks", *tensors, differentiable=True)
+        return rule(ctx, *tensors)
+
+    return checked
+
+
 def process_group(group):
     """The process group of a public function's argument, which may be a 1-D DeviceMesh. None stays None.
 
-    Raises: ValueError for a mesh of more dimensions, and on ranks that are not in the mesh.
+    Raises: ValueError for a mesh of more dimensions, on ranks that are not in the mesh, and for anything else.
     """
-    if not isinstance(group, DeviceMesh):
+    if group is None or isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER:
         return group
+    if not isinstance(group, DeviceMesh):
+        raise ValueError(
+            f"cp_group={shown(group)} must be a process group of torch.distributed, a 1-D DeviceMesh, or None for one "
+            "rank"
+        )
     if group.ndim != 1:
         names = group.mesh_dim_names
         way = f"mesh[{names[-1]!r}]" if names else 'make it with mesh_dim_names, and pass mesh["cp"]'
@@ -61,14 +137,26 @@ def process_group(group):
     return group.get_group()
 
 
-def check_local(**tensors) -> None:
-    """Raise ``ValueError`` for a DTensor; other things than tensors pass."""
+def check_local(**given) -> None:
+    """Raise ``ValueError`` for DTensors, and for tensors without values or strides, in lists and tuples, too; other
+    things than tensors pass."""
+    for name, x in given.items():
+        if isinstance(x, Tensor):
+            _check_plain(name, x)
+        elif isinstance(x, (tuple, list)):
+            for i, part in enumerate(x):
+                if isinstance(part, Tensor):
+                    _check_plain(f"{name}[{i}]", part)
+
+
+def _check_plain(name: str, x: Tensor) -> None:
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    if kind is None:  # without that module there are none
-        return
-    for name, x in tensors.items():
-        if isinstance(x, kind):
-            raise ValueError(
-                f"{name} is a DTensor with placements {x.placements}: pass this rank's shard as a plain tensor, "
-                f"{name}.to_local()"
-            )
+    if kind is not None and isinstance(x, kind):  # without that module there are none
+        raise ValueError(
+            f"{name} is a DTensor with placements {x.placements}: pass this rank's shard as a plain tensor, "
+            f"{name}.to_local()"
+        )
+    if x.is_meta:
+        raise ValueError(f"{name} is on the meta device, where tensors have no values: pass one on a CPU or a GPU")
+    if x.layout is not torch.strided or x.is_nested:
+        raise ValueError(f"{name} is a sparse or nested tensor ({x.layout}): pass a plain one")

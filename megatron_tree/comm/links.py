@@ -16,7 +16,7 @@ import torch
 
 from ..units import format_bytes, format_seconds
 from .collectives import GATHERS
-from .group import GroupState, resolve_transport
+from .group import GroupState, backend, resolve_transport
 from .machines import ranks_by_host
 from .team import Team
 from .work import Mail, Pending, start_shift
@@ -116,7 +116,7 @@ class _Rings:
 
     def __init__(self, group, device: torch.device, timeout_s: float):
         self._state, self._group, self._timeout_s = GroupState.of(group), group, timeout_s
-        self._early = self._state.backend == "gloo"  # receives are posted before messages arrive
+        self._early = backend(group, device) == "gloo"  # receives are posted before messages arrive
         self.device = torch.device("cpu") if self._early else device
         transport = resolve_transport(group, self.device)
         self._team = Team.flat(group, transport=transport, timeout_s=timeout_s)

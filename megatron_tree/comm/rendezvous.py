@@ -6,15 +6,20 @@ import errno
 import ipaddress
 import os
 import socket
+import threading
+import time
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..log import say_once
+from ..errors import CommError
+from ..log import logger, say_once
+from .health.store import POLL_S, POLLS_PER_S
 
 BACKLOG = 2048  # every rank connects, and some do so more than once
+NOTICE_S = 10.0  # of waiting for ranks to start, after which the log names them
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -52,17 +57,63 @@ def start_default_group(backend: str, *, timeout_s: float, **options: Any) -> No
     Torch lets the store listen on all interfaces. Here it listens on MASTER_ADDR alone where that is an address or
     "localhost"; a name may mean another address on another host, so with one torch does as it always does. So does
     torchrun, whose agent holds the store. options: of `torch.distributed.init_process_group`.
-    Raises: ``ValueError`` on rank 0 when the port can't be had.
+    Raises: ``ValueError`` on rank 0 when the port can't be had; `CommError` with the ranks that don't start within
+        timeout_s. They are named in the log after some seconds.
     """
-    limit = timedelta(seconds=timeout_s)
-    address, rank, world = os.environ["MASTER_ADDR"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not _is_address(address):
-        dist.init_process_group(backend, timeout=limit, **options)
-        return
-    port = int(os.environ["MASTER_PORT"])
-    listener = _listen(address, port) if rank == 0 else None
-    store = dist.TCPStore(address, port, world, rank == 0, limit, master_listen_fd=listener)
+    rank, world, limit = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=timeout_s)
+    place = f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
+    try:
+        store = _store(rank, world, limit)
+        missing = _missing(store, rank, world, place, timeout_s)
+    except dist.DistNetworkError as error:
+        raise CommError(f"rank {rank} does not reach the job's store at {place}: {error}") from error
+    if missing:
+        raise CommError(f"{_named(missing)} of {world} did not start at {place} within {timeout_s:g} s", missing)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit, **options)
+
+
+def _store(rank: int, world: int, limit: timedelta) -> dist.Store:
+    """The job's store, which rank 0 or torchrun's agent holds."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if rank == 0 and not agent:
+        listener = _listen(address, port) if _is_address(address) else None
+        try:
+            return dist.TCPStore(address, port, world, True, limit, wait_for_workers=False, master_listen_fd=listener)
+        except dist.DistNetworkError as error:
+            raise _cannot_listen(address, port, error) from error
+    text = "rank %d waits for %s, at MASTER_ADDR=%s, MASTER_PORT=%d"
+    holder = "torchrun's agent" if agent else "rank 0"
+    notice = threading.Timer(NOTICE_S, logger.warning, (text, rank, holder, address, port))
+    notice.daemon = True
+    notice.start()
+    try:
+        if agent:
+            return next(dist.rendezvous("env://", rank, world, timeout=limit))[0]
+        return dist.TCPStore(address, port, world, False, limit, wait_for_workers=False)
+    finally:
+        notice.cancel()
+
+
+def _missing(store: dist.Store, rank: int, world: int, place: str, timeout_s: float) -> tuple[int, ...]:
+    """Wait until all ranks have the store; returns those that don't come in time."""
+    key, end = "megatron_tree/started", time.monotonic() + timeout_s
+    store.set(f"{key}/{rank}", "")
+    store.add(key, 1)
+    notice = min(end, time.monotonic() + NOTICE_S)
+    while store.add(key, 0) < world:
+        if time.monotonic() > notice:
+            missing = tuple(r for r in range(world) if not store.check([f"{key}/{r}"]))
+            if time.monotonic() > end:
+                return missing
+            logger.warning("rank %d waits for %s of %d to start, at %s", rank, _named(missing), world, place)
+            notice = end
+        time.sleep(max(POLL_S, world / POLLS_PER_S))
+    return ()
+
+
+def _named(ranks: tuple[int, ...]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
 
 
 def host_store() -> dist.TCPStore:
@@ -94,10 +145,14 @@ def _listen(address: str, port: int) -> int | None:
             listener.listen(BACKLOG)
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
-                raise ValueError(
-                    f"MASTER_ADDR={address}, MASTER_PORT={port}: the store can't listen there ({error}): choose "
-                    "another port (--port of the launch scripts)"
-                ) from error
+                raise _cannot_listen(address, port, error) from error
             say_once(f"MASTER_ADDR={address} is not an address of this machine: the store listens on all interfaces")
             return None
         return listener.detach()
+
+
+def _cannot_listen(address: str, port: int, error: Exception) -> ValueError:
+    return ValueError(
+        f"MASTER_ADDR={address}, MASTER_PORT={port}: the store can't listen there ({error}): choose another port "
+        "(--port of the launch scripts)"
+    )

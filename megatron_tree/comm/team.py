@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .group import GroupState, backend, group_rank, group_size
+from .group import GroupState, group_rank, group_size
 
 
 def from_next(ranks: tuple[int, ...], index: int) -> tuple[int, ...]:
@@ -99,7 +99,7 @@ def subgroup(team: Team, ranks: tuple[int, ...]):
         make = functools.partial(
             dist.new_group,
             [ranks_in_job[r] for r in ranks],
-            backend=backend(team.group),
+            backend=dist.get_backend(team.group),
             timeout=timedelta(seconds=team.timeout_s),
             use_local_synchronization=True,
         )

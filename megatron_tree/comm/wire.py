@@ -9,8 +9,9 @@ import torch
 
 from ..config import default_config
 from ..errors import TreeError
+from ..files import NotWritten
 from .collectives import broadcast
-from .group import backend, group_rank, group_size
+from .group import GroupState, group_rank, group_size
 
 PACKET = 1024  # bytes of the first message; a usual decoding step needs no second one
 LENGTH = 8  # of them: the value's length
@@ -33,7 +34,7 @@ def share(
     """
     if group_size(group) == 1:
         return value
-    if backend(group) == "gloo":
+    if "cpu" in GroupState.of(group).backends:
         device = torch.device("cpu")
     elif device is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -63,20 +64,22 @@ def share_check(check, group, **options) -> Any:
     """What `check()` returns on group rank 0, on all ranks; it runs there only, and its value must fit into JSON.
     options: device, transport and timeout_s of `share`.
 
-    Raises: the ``ValueError`` of rank 0 on every rank; an ``OSError`` of rank 0 as it is there, and as a ``ValueError``
-        with its text elsewhere; what else fails there is a `TreeError` elsewhere.
+    Raises: the ``ValueError`` of rank 0, and its `NotWritten`, on every rank; another ``OSError`` of rank 0 as it is
+        there, and as a ``ValueError`` with its text elsewhere; what else fails there is a `TreeError` elsewhere.
     """
     if group_rank(group) != 0:
         outcome = share(None, group, **options)
         if "error" in outcome:
             raise ValueError(outcome["error"])
+        if "not written" in outcome:
+            raise NotWritten(outcome["not written"])
         if "failed" in outcome:
             raise TreeError(f"rank 0 failed: {outcome['failed']}")
         return outcome["value"]
     try:
         value = check()
     except (ValueError, OSError) as error:
-        share({"error": str(error)}, group, **options)
+        share({"not written" if isinstance(error, NotWritten) else "error": str(error)}, group, **options)
         raise
     except BaseException as error:
         share({"failed": f"{type(error).__name__}: {error}"}, group, **options)

@@ -22,25 +22,25 @@ CALLS = (1 << 19) - 1  # digests of calls that tags tell apart
 ASK_S = 20e-6  # between two calls of is_done
 
 
-def run(op: str, group, num_bytes: int, timeout_s: float, start) -> None:
-    """Start one asynchronous operation of torch.distributed and wait for it; failures become `CommError`."""
+def run(op: str, group, num_bytes: int, timeout_s: float, start: Callable[..., dist.Work], x: Tensor) -> None:
+    """Wait for start(x), an asynchronous operation of torch.distributed; failures become `CommError`."""
     note(op, group_size(group), num_bytes)
-    meet(op, group, timeout_s)
+    meet(op, group, x.device, timeout_s)
     try:
-        wait_for(start(), group, timeout_s, on=group)
+        wait_for(start(x), group, x.device, timeout_s, on=group)
     except RuntimeError as error:
         raise Watchdog.of(group).operation_failed(op, timeout_s, error) from error
 
 
-def wait_for(works, group, timeout_s: float, *, on) -> None:
-    """Wait for one operation or a list of them, on the group or `on`, a sub-group of it.
+def wait_for(works, group, device: torch.device, timeout_s: float, *, on) -> None:
+    """Wait for one operation or a list of them with tensors on the device, on the group or `on`, a sub-group of it.
 
     With NCCL the current stream waits, not the host.
     """
     works = works if isinstance(works, list) else [works]
     with Watchdog.of(group).waits(on, works):
         for work in works:
-            if backend(group) == "nccl":
+            if backend(group, device) == "nccl":
                 work.wait()  # NCCL's own watchdog keeps the time limit
             else:
                 wait_within(timedelta(seconds=timeout_s), work)
@@ -81,8 +81,9 @@ def _tag(state: GroupState, number: int) -> int:
     return number + TAGS * (state.calls.digest % CALLS)
 
 
-def meet(op: str, group, timeout_s: float) -> None:
-    """Before `op`, wait until all ranks of the group are in this rank's call: once in a call, always outside of calls.
+def meet(op: str, group, device: torch.device, timeout_s: float) -> None:
+    """Before `op`, on tensors of a device, wait until all ranks of the group are in this rank's call: once in a call,
+    always outside of calls.
 
     gloo's own collectives need that. They have no tags: those of different calls would exchange data, or end a process
     where lengths differ. With NCCL the host waits for nothing; its ranks compare their calls afterwards (agreement.py).
@@ -91,7 +92,7 @@ def meet(op: str, group, timeout_s: float) -> None:
     state = GroupState.of(group)
     calls = state.calls
     has_met = IN_PART.get() or (calls.current is not None and calls.met == calls.stamp)
-    if has_met or state.backend != "gloo" or not calls.meets:
+    if has_met or backend(group, device) != "gloo" or not calls.meets:
         return
     calls.met, n = calls.stamp, state.size
     mail, nothing = Mail(op, group, range(n), timeout_s), torch.zeros(1, dtype=torch.uint8)
@@ -123,6 +124,7 @@ class Mail:
         self._op, self._group, self._ranks, self._timeout_s = op, group, ranks, timeout_s
         self._limit = timedelta(seconds=timeout_s)
         state = GroupState.of(group)
+        state.calls.made += 1
         self._tag = _tag(state, 1 + next(state.tags) % (TAGS - 1))
         self._sent: list[tuple[Message, Tensor]] = []
 
@@ -224,7 +226,9 @@ class Transfer:
     """
 
     def __init__(self, send: Tensor | None, dst: int, recv: Tensor | None, src: int, group, timeout_s: float):
-        if backend(group) == "gloo":
+        self._device = (send if recv is None else recv).device
+        gloo = backend(group, self._device) == "gloo"
+        if gloo:
             arriving = recv if recv is None or _on_host(recv) else torch.empty_like(recv, device="cpu")
             send = send if send is None or _on_host(send) else send.cpu()
         else:
@@ -232,7 +236,7 @@ class Transfer:
         self._recv, self._arriving, self._send, self._src = recv, arriving, send, src
         self._group, self._timeout_s = group, timeout_s
         self._name = f"send/receive with group ranks {sorted({dst, src})}"
-        ops, tag = [], _tag(GroupState.of(group), 0) if backend(group) == "gloo" else 0
+        ops, tag = [], _tag(GroupState.of(group), 0) if gloo else 0
         if recv is not None:
             ops.append(dist.P2POp(dist.irecv, arriving, group=group, tag=tag, group_peer=src))
         if send is not None:
@@ -245,7 +249,7 @@ class Transfer:
 
     def wait(self) -> Tensor | None:
         try:
-            wait_for(self._work, self._group, self._timeout_s, on=self._group)
+            wait_for(self._work, self._group, self._device, self._timeout_s, on=self._group)
         except RuntimeError as error:
             raise self._failed(error) from error
         self._send = None

@@ -3,6 +3,7 @@
 from .dispatch import TreeRun, spread_documents, spread_tree
 from .documents import Dispatched, Packed, document_bounds, packed_layout
 from .prefix_trees import PrefixTree, prefix_tree
+from .read_once import ReadOnce
 from .segments import Segment, by_document, in_chunks, join, positions_of, sequences_of, visible_rows
 from .shards import (
     LAYOUTS,
@@ -23,6 +24,7 @@ __all__ = [
     "Layout",
     "Packed",
     "PrefixTree",
+    "ReadOnce",
     "Segment",
     "Sharding",
     "TreeRun",

@@ -10,14 +10,15 @@ from __future__ import annotations
 import itertools
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
+from ..arguments import checked
 from ..config import integers
+from .read_once import ReadOnce
 from .segments import Segment, join
 
 Run = tuple[int, int]
@@ -178,11 +179,13 @@ class Dispatched(_Documents):
         return self.shares[rank]
 
 
-# cu_seqlens -> (its version, its bounds): all layers pass the same tensor, and reading it from a GPU is slow
-_read: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def packed_layout(cu_seqlens, cu_seqlens_padded=None, *, num_rows: int | None = None) -> Packed:
+@checked
+def packed_layout(
+    cu_seqlens: Tensor | Sequence[int],
+    cu_seqlens_padded: Tensor | Sequence[int] | None = None,
+    *,
+    num_rows: int | None = None,
+) -> Packed:
     """The layout of packed documents from their boundaries.
 
     Args:
@@ -204,16 +207,18 @@ def packed_layout(cu_seqlens, cu_seqlens_padded=None, *, num_rows: int | None = 
 
 def document_bounds(name: str, values) -> tuple[int, ...]:
     """The integers of cu_seqlens, a list or tensor; `name` is the argument's. Raises ``ValueError``."""
-    is_tensor = isinstance(values, Tensor)
-    if is_tensor and (known := _read.get(values)) is not None and known[0] == values._version:
-        return known[1]
-    given = values.flatten().tolist() if is_tensor else list(values)
+    return _bounds_of_tensor(values, name) if isinstance(values, Tensor) else _bounds(list(values), name)
+
+
+def _bounds(given: list, name: str) -> tuple[int, ...]:
     bounds = integers(given)
     if not bounds or bounds[0] != 0 or any(a > b for a, b in itertools.pairwise(bounds)):
         raise ValueError(f"{name}={shown(tuple(given))} must be integers that start at 0 and do not decrease")
-    if is_tensor:
-        _read[values] = values._version, bounds
     return bounds
+
+
+# all layers pass the same tensor
+_bounds_of_tensor = ReadOnce(lambda values, name: _bounds(values.flatten().tolist(), name))
 
 
 def shown(lengths: tuple[int, ...]) -> str:

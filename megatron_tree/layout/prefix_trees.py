@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..arguments import checked
 from ..config import AttnSlice, check_positive, integers
 from .dispatch import TreeRun
 
@@ -96,7 +97,10 @@ class PrefixTree:
         return x.new_zeros(self.input_ids.shape[1]).index_add(0, index[index >= 0], x[index >= 0])[None]
 
 
-def prefix_tree(rows: Sequence, *, weights: Sequence | None = None, min_shared: int = 1) -> PrefixTree:
+@checked
+def prefix_tree(
+    rows: Sequence | Tensor, *, weights: Sequence | Tensor | None = None, min_shared: int = 1
+) -> PrefixTree:
     """Pack rows so that the prefixes that they share are computed once. No communication.
 
     With the loss sum(weights * losses) of the packed row, loss and gradients are those of the separate rows.
@@ -254,15 +258,16 @@ def _before(branches: tuple[Branch, ...], b: Branch, least: int) -> Iterator[tup
 
 
 def _ids(i: int, row) -> list[int]:
-    ids = integers(row.tolist() if isinstance(row, Tensor) and row.dim() == 1 else list(row), 0)
+    ids = integers(row.tolist() if hasattr(row, "tolist") else row, 0)
     if not ids:
         raise ValueError(f"rows[{i}] must be token ids, integers of at least 0, and not empty")
     return list(ids)
 
 
 def _weights(i: int, weights: Sequence, num_rows: int, length: int) -> Tensor:
-    if len(weights) != num_rows or len(weights[i]) != length:
-        seen = f"{len(weights)} rows" if len(weights) != num_rows else f"{len(weights[i])} numbers for row {i}"
+    counts = [len(row) if hasattr(row, "__len__") else 0 for row in weights]
+    if len(counts) != num_rows or counts[i] != length:
+        seen = f"{len(counts)} rows" if len(counts) != num_rows else f"{counts[i]} numbers for row {i}"
         raise ValueError(f"weights has {seen}: it must have a number for each token, {num_rows} rows as rows has them")
     return torch.as_tensor(weights[i], dtype=torch.float32)
 

@@ -10,21 +10,25 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..arguments import checked
 from ..config import integers
 from .documents import Dispatched, Packed
 from .segments import Segment, join, positions_of
 
 LAYOUTS = ("zigzag", "contiguous")
 
-Layout = str | tuple[int, ...] | Packed | Dispatched
+Layout = str | Sequence[int] | Packed | Dispatched
 
 
-def check_layout(layout: Layout | list[int], world: int) -> Layout:
+def check_layout(layout: Layout, world: int) -> Layout:
     """The layout, lengths as a tuple of integers; ``ValueError`` if it is unknown or does not fit `world` ranks."""
+    if world < 1:
+        raise ValueError(f"world={world} must be a positive number of ranks")
     if isinstance(layout, (Packed, Dispatched)):
         layout.check(world)
     elif isinstance(layout, (tuple, list)):
@@ -42,6 +46,8 @@ def check_layout(layout: Layout | list[int], world: int) -> Layout:
 def shard_lengths(seq_len: int, world: int, layout: Layout = "zigzag") -> tuple[int, ...]:
     """How many tokens each of `world` ranks holds of a sequence of seq_len tokens."""
     layout = check_layout(layout, world)
+    if seq_len < 0:
+        raise ValueError(f"seq_len={seq_len} must not be negative")
     if isinstance(layout, (Packed, Dispatched)):
         rows = layout.rows(world)
         if rows * world != seq_len:
@@ -117,6 +123,7 @@ def gathered_segments(
     )
 
 
+@checked
 def shard_positions(seq_len: int, rank: int, world: int, layout: Layout = "zigzag", *, device=None) -> Tensor:
     """int64 [tokens of this rank]: the global position of every row of the shard, in row order.
 
@@ -130,6 +137,7 @@ def shard_positions(seq_len: int, rank: int, world: int, layout: Layout = "zigza
     return positions_of(shard_segments(seq_len, rank, world, layout), num_rows, device=device)
 
 
+@checked
 def document_positions(layout: Packed | Dispatched, rank: int, world: int, *, device=None) -> Tensor:
     """int64 [tokens of this rank]: the position of every row within its document, 0 for padding. For position_ids and
     rotary embeddings."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,7 +46,7 @@ def exchange(x: Tensor, route: Route) -> Tensor:
 
 
 class Exchange(torch.autograd.Function):
-    """`exchange`. after: the stamp of the forward's call, where this is part of its backward."""
+    """`exchange`. after: the stamp of the forward's call, where this is a call of its own, as part of a backward."""
 
     @staticmethod
     @signed
@@ -58,38 +59,32 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        _, ctx.route, _ = inputs
+        _, ctx.route, ctx.after = inputs
         ctx.stamp = comm.call_stamp(ctx.route.group)
 
     @staticmethod
-    @comm.outside_graphs
+    @comm.derivative
     def backward(ctx, dx):
         return Exchange.apply(dx, ctx.route.back, ctx.stamp), None, None
 
     @staticmethod
+    @comm.derivative
     def jvp(ctx, tangent, *_):
-        return Exchange.apply(tangent, ctx.route, None)
+        return Exchange.apply(tangent, ctx.route, ctx.after)
 
 
-class _Tied(torch.autograd.Function):
-    @staticmethod
-    @signed
-    def forward(x: Tensor, *others: Tensor):
-        return x.view_as(x)
+def nothing(like: Tensor, shape: Sequence[int], *others: Tensor) -> Tensor:
+    """A tensor of this shape, which has no elements, in the dtype of `like`. To autograd it depends on all others
+    (none: on `like`), and so do its derivatives of every order.
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.others = [(x.shape, dict(dtype=x.dtype, device=x.device)) for x in inputs[1:]]  # not kept for their shapes
-
-    @staticmethod
-    def backward(ctx, dx):
-        return dx, *(torch.zeros((), **kind).expand(shape) for shape, kind in ctx.others)
-
-    @staticmethod
-    def jvp(ctx, tangent, *_):
-        return tangent.view_as(tangent)
+    Joined to whatever a call sends and returns, it makes all ranks take part in the same exchanges in every derivative
+    of the call, in the same order, also a rank without tokens or whose own rows depend on no other's.
+    """
+    # exp: the gradient of what is not linear depends on the others as well. [0, 1]: torch.cat would give [0] a gradient
+    # that depends on nothing.
+    return torch.cat([x[:0].reshape(0, 1) for x in others or (like,)]).exp().to(like.dtype).view(shape)
 
 
 def tied(x: Tensor, *others: Tensor) -> Tensor:
-    """x, with gradients of 0 for the others: a rank whose x does not depend on an exchange is in its backward, too."""
-    return _Tied.apply(x, *others)
+    """A copy of x that depends on the others as `nothing` does."""
+    return torch.cat((x, nothing(x, (0, *x.shape[1:]), *others)))

@@ -12,15 +12,17 @@ import torch
 from torch import Tensor
 
 from .. import comm
+from ..attention.autograd import goes_backward
 from ..attention.derivatives import has_tangents
-from ..config import TreeConfig, check_positive, default_config
+from ..attention.sequences import layouts_of
+from ..config import TreeConfig, check_positive
 from ..layout import Layout
 from .chains import Chains, Link
 from .exchange import Route, exchange, tied
 from .pieces import joined
 
 
-@comm.outside_graphs
+@comm.public_call
 def tree_halo(
     x: Tensor,
     count: int,
@@ -49,9 +51,8 @@ def tree_halo(
         of this rank's segments: their sum over the ranks is the whole.
     Raises: ``ValueError`` on every rank for shapes that don't fit, or calls that differ between ranks.
     """
-    config, cp_group = config or default_config(), comm.process_group(cp_group)
-    with comm.collective_call("tree_halo", cp_group, config) as call:
-        comm.check_local(x=x, before=before)
+    (layout,) = layouts_of(layout, cp_group, config, "tree_halo", x=x)
+    with comm.collective_call("tree_halo", cp_group, config, differentiable=True) as call:
         count = check_positive("count", count)
         if x.dim() < 2:
             raise ValueError(f"x must be [b, s_local, ...], got {list(x.shape)}")
@@ -68,16 +69,14 @@ def tree_halo(
             before=before is not None,
             return_final=return_final,
             tangents=has_tangents(x, before),
+            goes_backward=goes_backward(x, before),
             config=config,
         )
         plan = halo_plan(chains, comm.group_rank(cp_group), count, return_final)
-        halos = _halo(x, before, plan, Route("tree_halo", cp_group, config, plan.sent, plan.received))
-    if not return_final:
-        return halos.transpose(0, 1), None
-    return halos[:-1].transpose(0, 1), halos[-1]
+        return _halo(x, before, plan, Route("tree_halo", cp_group, config, plan.sent, plan.received))
 
 
-@comm.outside_graphs
+@comm.public_call
 def tree_convolution(
     kernel: Callable[[Tensor], Tensor],
     x: Tensor,
@@ -102,15 +101,15 @@ def tree_convolution(
         `tree_halo`).
     Raises: as `tree_halo`.
     """
-    options = dict(cp_group=comm.process_group(cp_group), layout=layout, config=config)
+    (layout,) = layouts_of(layout, cp_group, config, "tree_convolution", x=x)
+    options = dict(cp_group=cp_group, layout=layout, config=config)
     halos, final = tree_halo(x, count, before=before, return_final=return_final, **options)
-    group = options["cp_group"]
-    segments = Chains.of(x, "x", group, layout).segments[comm.group_rank(group)]
+    segments = Chains.of(x, "x", cp_group, layout).segments[comm.group_rank(cp_group)]
     rows = [part for i, s in enumerate(segments) for part in (halos[:, i], x[:, s.row : s.row + s.length])]
     out = kernel(torch.cat(rows or [x.new_zeros(len(x), 1, *x.shape[2:])], 1))
     ends = list(accumulate(count + s.length for s in segments))
     outs = {i: out[:, end - s.length : end] for i, (end, s) in enumerate(zip(ends, segments))}
-    return tied(joined(segments, outs, out.new_empty(*x.shape[:2], *out.shape[2:])), halos, x), final
+    return joined(segments, outs, out.new_empty(*x.shape[:2], *out.shape[2:]), out, halos, x), final
 
 
 class HaloPlan(NamedTuple):
@@ -122,8 +121,10 @@ class HaloPlan(NamedTuple):
     sent: tuple[int, ...]
     received: tuple[int, ...]
     taken: tuple[tuple[int, ...], ...]
-    """For every segment, and the sequence's end if it is asked for, the numbers of its rows among: a row of zeros, the
-    rows that arrive, the rows before the sequence."""
+    """For every segment the numbers of its rows among: a row of zeros, the rows that arrive, the rows before the
+    sequence."""
+    final: tuple[int, ...] | None
+    """The same of the sequence's end, if it is asked for."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -133,22 +134,23 @@ def halo_plan(chains: Chains, rank: int, count: int, with_final: bool) -> HaloPl
     for links in chains.documents:
         for (holder, index), segment in links:
             wanted[holder][index] = _before(links, segment.pos, count)
-        if with_final:
-            end = links[-1].segment.pos + links[-1].segment.length
-            for of_rank in wanted:
-                of_rank[-1] = _before(links, end, count)
+    if with_final:
+        links = chains.documents[0] if chains.documents else ()  # none: a sequence without tokens
+        end = links[-1].segment.pos + links[-1].segment.length if links else 0
+        for of_rank in wanted:
+            of_rank[-1] = _before(links, end, count)
     needed = [sorted({x for halo in of_rank.values() for x in halo if isinstance(x, tuple)}) for of_rank in wanted]
     sent = [[row for holder, row in of_rank if holder == rank] for of_rank in needed]
     numbers = {x: 1 + i for i, x in enumerate(needed[rank])}
     numbers |= {i - count: 1 + len(needed[rank]) + i for i in range(count)}
-    halos = [wanted[rank].get(i) for i in range(len(chains.segments[rank]))]
-    halos += [wanted[rank].get(-1)] if with_final else []
+    taken = {i: tuple(numbers[x] for x in halo) for i, halo in wanted[rank].items()}
     return HaloPlan(
         count=count,
         rows=tuple(row for rows in sent for row in rows),
         sent=tuple(map(len, sent)),
         received=tuple(sum(holder == r for holder, _ in needed[rank]) for r in range(len(wanted))),
-        taken=tuple((0,) * count if halo is None else tuple(numbers[x] for x in halo) for halo in halos),
+        taken=tuple(taken.get(i, (0,) * count) for i in range(len(chains.segments[rank]))),
+        final=taken.get(-1),
     )
 
 
@@ -164,12 +166,16 @@ def _before(links: Sequence[Link], end: int, count: int) -> list[tuple[int, int]
     return found
 
 
-def _halo(x: Tensor, before: Tensor | None, plan: HaloPlan, route: Route) -> Tensor:
-    """[m, b, count, ...]: the halos of the plan."""
-    by_row = x.transpose(0, 1)
-    arrived = exchange(by_row[list(plan.rows)], route)
+def _halo(x: Tensor, before: Tensor | None, plan: HaloPlan, route: Route) -> tuple[Tensor, Tensor | None]:
+    """The halos [b, n, count, ...] of the plan, and the sequence's last rows."""
+    by_row, given = x.transpose(0, 1), (x,) if before is None else (x, before)
+    arrived = exchange(tied(by_row[list(plan.rows)], *given), route)
     zeros = arrived.new_zeros(1, *arrived.shape[1:])
     before = zeros.expand(plan.count, *zeros.shape[1:]) if before is None else before.transpose(0, 1)
     pool = torch.cat((zeros, arrived, before))
-    taken = torch.tensor(plan.taken, dtype=torch.int64, device=x.device).view(-1, plan.count)
-    return tied(pool[taken].transpose(1, 2), arrived)
+
+    def rows(*taken: Sequence[int]) -> Tensor:
+        numbers = torch.tensor(taken, dtype=torch.int64, device=x.device).view(-1, plan.count)
+        return tied(pool[numbers].transpose(1, 2), arrived, *given)
+
+    return rows(*plan.taken).transpose(0, 1), None if plan.final is None else rows(plan.final)[0]

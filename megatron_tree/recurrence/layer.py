@@ -10,12 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import comm
+from ..attention.autograd import goes_backward
 from ..attention.derivatives import has_tangents
-from ..config import TreeConfig, check_positive, default_config
+from ..attention.sequences import layouts_of
+from ..config import TreeConfig, check_positive
 from ..layout import Layout
 from ..merge import AffineMaps, state_dtype
 from .chains import Chains
-from .exchange import tied
 from .pieces import OfRows, each, joined
 from .scan import Scan
 
@@ -31,7 +32,7 @@ class Decay(NamedTuple):
     """[b, s_local, h, d]."""
 
 
-@comm.outside_graphs
+@comm.public_call
 def tree_recurrence(
     kernel: Kernel,
     inputs: Sequence[Tensor],
@@ -55,7 +56,8 @@ def tree_recurrence(
     Args:
         kernel: kernel(inputs, v, initial_state) -> (out [b, t, h, d_v], final_state [b, h, d, d_v]) of t tokens, linear
             in (v, initial_state); None means a state of zeros. d_v is that of its v: it is called with
-            d_v + head_dim, too. Batches of several segments are as large as needed.
+            d_v + head_dim, too. Batches of several segments are as large as needed. Other tensors of which it makes use
+            have gradients on ranks with tokens only.
         inputs: its other tensors, each [b, s_local, ...] and cut along axis 1 with v.
         v: [b, s_local, h, d_v], this rank's values; rows of padding may hold anything finite.
         head_dim: d, the rows of a head's state.
@@ -73,9 +75,8 @@ def tree_recurrence(
     Raises: ``ValueError`` on every rank for shapes that don't fit, or calls that differ between ranks.
     Source: docs/recurrent.md; any kernel of the form of `chunk_gated_delta_rule` (flash-linear-attention).
     """
-    config, cp_group = config or default_config(), comm.process_group(cp_group)
-    with comm.collective_call("tree_recurrence", cp_group, config) as call:
-        comm.check_local(v=v, initial_state=initial_state, **{f"inputs[{i}]": x for i, x in enumerate(inputs)})
+    (layout,) = layouts_of(layout, cp_group, config, "tree_recurrence", v=v)
+    with comm.collective_call("tree_recurrence", cp_group, config, differentiable=True) as call:
         _check(inputs, v, decay)
         d = check_positive("head_dim", head_dim)
         chains = Chains.of(v, "v", cp_group, layout)
@@ -84,23 +85,27 @@ def tree_recurrence(
         shape = (d, d) if decay is None else tuple(decay.log_decay.shape[3:])
         maps = AffineMaps(d, d_v, shape)
         scan = Scan.checked(chains, maps, update, initial_state, return_final_state, schedule, cp_group, config)
+        given = v, *inputs, initial_state, *(decay or ())
         call.agree(
             layout=layout,
             tokens=v.shape[1] if isinstance(layout, str) else None,
             dtype=v.dtype,
-            tangents=has_tangents(v, initial_state, *inputs),
+            tangents=has_tangents(*given),
+            goes_backward=goes_backward(*given),
             **scan.agreed,
         )
         return _Layer(kernel, tuple(inputs), v, decay, d).run(scan, initial_state)
 
 
 def _check(inputs: Sequence[Tensor], v: Tensor, decay: Decay | None) -> None:
-    if v.dim() != 4:
-        raise ValueError(f"v must be [b, s_local, h, d_v], got {list(v.shape)}")
+    if v.dim() != 4 or not v.shape[3] or not v.is_floating_point():
+        raise ValueError(f"v must be [b, s_local, h, d_v] of floating-point numbers, got {v.dtype} {list(v.shape)}")
     tensors = {f"inputs[{i}]": (x, 2) for i, x in enumerate(inputs)}
     if decay is not None:
         tensors |= {"decay.log_decay": (decay.log_decay, 3), "decay.readout": (decay.readout, 3)}
     for name, (x, dims) in tensors.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(x).__name__}")
         if x.shape[:dims] != v.shape[:dims]:
             raise ValueError(f"{name} {list(x.shape)} must begin as v {list(v.shape)}, with {list(v.shape[:dims])}")
 
@@ -119,11 +124,13 @@ class _Layer:
         outs = {i: out for i, (out,) in each(segments, alone, self._outputs)}
         parts = dict(each(segments, linked, self._maps if self.decay is None else self._decaying))
         with torch.autocast(self.v.device.type, enabled=False):
-            states, final = scan.run(*self._stacked([parts[i] for i in linked], scan.maps), initial_state)
+            maps = self._stacked([parts[i] for i in linked], scan.maps)
+            made = *outs.values(), *(x for out, response, _, _ in parts.values() for x in (out, response))
+            states, final = scan.run(*maps, initial_state, self.v, *self.inputs, *(self.decay or ()), *made)
             for i, state in zip(linked, states):
                 out, response, _, _ = parts[i]
                 outs[i] = (response.transpose(1, 2) @ state).transpose(1, 2) + out
-            return tied(joined(segments, outs, self.v), states, *(() if segments else (self.v,))), final
+            return joined(segments, outs, self.v, states), final
 
     def _outputs(self, of_rows: OfRows) -> tuple[Tensor]:
         """The outputs of segments that are documents."""
@@ -148,9 +155,9 @@ class _Layer:
         return out.to(self.dtype), response, decay[:, -1], final.to(self.dtype)
 
     def _stacked(self, parts: list[tuple[Tensor, ...]], maps: AffineMaps) -> tuple[Tensor, Tensor]:
-        """M and U of all segments in the scan. A rank without one takes part in its backward, too."""
+        """M and U of all segments in the scan."""
         if parts:
             return tuple(torch.stack(x) for x in list(zip(*parts))[2:])
         b, _, h, d_v = self.v.shape
         update = self.v.new_zeros(0, b, h, self.head_dim, d_v, dtype=self.dtype)
-        return update.new_zeros(0, b, h, *maps.transition_shape), tied(update, self.v, *self.inputs)
+        return update.new_zeros(0, b, h, *maps.transition_shape), update

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..layout import Segment
+from .exchange import nothing
 
 OfRows = Callable[[Tensor], Tensor]
 """x [b, s_local, ...] -> [n * b, t, ...]: the rows of n segments of one length, as batches."""
@@ -31,13 +32,14 @@ def _of_rows(x: Tensor, rows: Sequence[slice]) -> Tensor:
     return x[:, rows[0]] if len(rows) == 1 else torch.cat([x[:, part] for part in rows])
 
 
-def joined(segments: Sequence[Segment], outs: dict[int, Tensor], like: Tensor) -> Tensor:
+def joined(segments: Sequence[Segment], outs: dict[int, Tensor], like: Tensor, *others: Tensor) -> Tensor:
     """The rows of all segments, outs[i] [b, t, ...], as [b, s_local, ...]; 0 in padding.
 
-    like: a tensor with the shape and dtype of the result.
+    like: a tensor with the shape and dtype of the result. others: what the result depends on besides (`nothing`).
     """
     rows, end = [], 0
     for i, segment in enumerate(segments):
         rows += [like.new_zeros(len(like), segment.row - end, *like.shape[2:]), outs[i].to(like.dtype)]
         end = segment.row + segment.length
-    return torch.cat([*rows, like.new_zeros(len(like), like.shape[1] - end, *like.shape[2:])], 1)
+    rows.append(like.new_zeros(len(like), like.shape[1] - end, *like.shape[2:]))
+    return torch.cat([*rows, nothing(like, (len(like), 0, *like.shape[2:]), *others)], 1)

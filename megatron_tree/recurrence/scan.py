@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .. import comm
+from ..attention.autograd import goes_backward
 from ..attention.derivatives import has_tangents
 from ..attention.topology import GroupTopology
-from ..config import TreeConfig, check_choice, default_config
+from ..config import TreeConfig, check_choice
 from ..layout import Layout, check_layout
 from ..merge import AffineMaps
 from ..plan import plan_scan
 from .chains import Chains, Numbers, Place, chains_of
-from .exchange import Route, exchange, tied
+from .exchange import Route, exchange, nothing, tied
 
 SCHEDULES = ("auto", "gather", "exchange")
 
 
-@comm.outside_graphs
+@comm.public_call
 def tree_scan(
     transition: Tensor,
     update: Tensor,
@@ -57,9 +57,7 @@ def tree_scan(
     Raises: ``ValueError`` on every rank for shapes or dtypes that don't fit, or calls that differ between ranks.
     Source: scan of the affine maps of linear recurrences (Blelloch 1990; Martin and Cundy, arXiv 1709.04057).
     """
-    config, cp_group = config or default_config(), comm.process_group(cp_group)
-    with comm.collective_call("tree_scan", cp_group, config) as call:
-        comm.check_local(transition=transition, update=update, initial_state=initial_state)
+    with comm.collective_call("tree_scan", cp_group, config, differentiable=True) as call:
         _check_maps(transition, update)
         world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
         chains = _chains(check_layout(layout, world), world)
@@ -70,12 +68,12 @@ def tree_scan(
             )
         maps = AffineMaps(*update.shape[3:], tuple(transition.shape[3:]))
         scan = Scan.checked(chains, maps, update, initial_state, return_final_state, schedule, cp_group, config)
-        tangents = has_tangents(transition, update, initial_state)
-        call.agree(layout=layout, tangents=tangents, **scan.agreed)
-        linked = list(chains.linked[rank])
+        given = transition, update, initial_state
+        call.agree(layout=layout, tangents=has_tangents(*given), goes_backward=goes_backward(*given), **scan.agreed)
+        linked = torch.tensor(chains.linked[rank], dtype=torch.int64, device=update.device)
         with torch.autocast(update.device.type, enabled=False):
             states, final = scan.run(transition[linked], update[linked], initial_state)
-            return torch.zeros_like(update).index_put((torch.tensor(linked, device=update.device),), states), final
+            return torch.zeros_like(update).index_put((linked,), states), final
 
 
 def _chains(layout: Layout, world: int) -> Chains:
@@ -86,7 +84,7 @@ def _chains(layout: Layout, world: int) -> Chains:
 
 
 def _check_maps(transition: Tensor, update: Tensor) -> None:
-    if update.dim() != 5 or update.dtype not in (torch.float32, torch.float64):
+    if update.dim() != 5 or 0 in update.shape[2:] or update.dtype not in (torch.float32, torch.float64):
         raise ValueError(
             f"update must be float32 or float64 [n, b, h, d, d_v], got {update.dtype} {list(update.shape)}"
         )
@@ -150,24 +148,32 @@ class Scan:
             topology=self.net.fingerprint,
         )
 
-    def run(self, transition: Tensor, update: Tensor, initial_state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """As `tree_scan`, of the segments in `chains.linked` alone, in a collective call."""
+    def run(
+        self, transition: Tensor, update: Tensor, initial_state: Tensor | None, *others: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `tree_scan`, of the segments in `chains.linked` alone, in a collective call.
+
+        others: what the maps are made of, also on ranks without one.
+        """
         rank, rows = comm.group_rank(self.group), self.batch[0] * self.batch[1]
         begin = update.new_zeros(rows, self.maps.state_numbers)
         if initial_state is not None:
             begin = initial_state.to(update.dtype).reshape(begin.shape)
+        given = nothing(begin, (0, 1), begin, transition, update, *others)
         shape = (*self.batch, self.maps.head_dim, self.maps.head_dim_v)
         if not any(self._sent):
-            return begin.expand(len(update), *begin.shape).view(-1, *shape), None
+            states = tied(begin.expand(len(update), *begin.shape), given)
+            return states.view(-1, *shape), tied(begin, given).view(shape) if self.ends else None
         gathers = self._planned(update) == "gather"
         bounds = self._bounds(rows, gathers)
-        arrived, maps = self._send_maps(self.maps.pack(transition, update).transpose(0, 1), bounds)
+        arrived, maps = self._send_maps(self.maps.pack(transition, update).transpose(0, 1), bounds, given)
         begin_here = begin[slice(*bounds[rank])]
         states, final = self._prefixes(maps, begin_here)
         if not gathers:
-            arrived, states, final = self._send_states(states, final, begin_here, bounds)
+            arrived, states, final = self._send_states(states, final, begin_here, bounds, given, arrived)
         local = [states.get((rank, i), begin) for i in self.chains.linked[rank]]
-        initial = tied(torch.stack(local) if local else begin.new_zeros(0, *begin.shape), arrived)
+        initial = torch.stack(local) if local else begin.new_zeros(0, *begin.shape)
+        initial, final = (None if x is None else tied(x, given, arrived) for x in (initial, final))
         return initial.view(-1, *shape), None if final is None else final.view(shape)
 
     @property
@@ -198,12 +204,13 @@ class Scan:
             return [(0, rows)] * world
         return [(rows * r // world, rows * (r + 1) // world) for r in range(world)]
 
-    def _send_maps(self, packed: Tensor, bounds) -> tuple[Tensor, dict[Place, Tensor]]:
+    def _send_maps(self, packed: Tensor, bounds, given: Tensor) -> tuple[Tensor, dict[Place, Tensor]]:
         """packed [rows, segments, numbers] of this rank -> what arrived: all maps of the rows that this rank scans."""
         rank = comm.group_rank(self.group)
         packed = packed[:, [self.chains.linked[rank].index(i) for i in self._sent[rank]]]
         first, last = bounds[rank]
-        arrived, parts = self._send([packed[a:b] for a, b in bounds], [(last - first, len(x)) for x in self._sent])
+        sizes = [(last - first, len(x)) for x in self._sent]
+        arrived, parts = self._send([packed[a:b] for a, b in bounds], sizes, given)
         return arrived, {(r, i): x[:, k] for r, x in enumerate(parts) for k, i in enumerate(self._sent[r])}
 
     def _prefixes(self, maps: dict[Place, Tensor], begin: Tensor) -> tuple[dict[Place, Tensor], Tensor | None]:
@@ -218,20 +225,22 @@ class Scan:
                     state = self.maps.merge(state, maps[link.place])
         return states, state if self.ends else None
 
-    def _send_states(self, states: dict[Place, Tensor], final: Tensor | None, begin: Tensor, bounds):
+    def _send_states(self, states: dict[Place, Tensor], final: Tensor | None, begin: Tensor, bounds, *others: Tensor):
         """What this rank has scanned, to the ranks whose segments begin with it -> what arrived, and as `_prefixes` for
         all rows."""
         rank = comm.group_rank(self.group)
         wanted = [[(r, i) for i in numbers] for r, numbers in enumerate(self.chains.after_others)]
         ends = [] if final is None else [final]
-        nothing = begin.new_zeros(len(begin), 0, begin.shape[1])
-        parts = [torch.stack([states[place] for place in x] + ends, 1) if x or ends else nothing for x in wanted]
-        arrived, parts = self._send(parts, [(last - first, len(wanted[rank]) + len(ends)) for first, last in bounds])
+        none = begin.new_zeros(len(begin), 0, begin.shape[1])
+        parts = [torch.stack([states[place] for place in x] + ends, 1) if x or ends else none for x in wanted]
+        sizes = [(last - first, len(wanted[rank]) + len(ends)) for first, last in bounds]
+        arrived, parts = self._send(parts, sizes, *others)
         whole = torch.cat(list(parts)).unbind(1)
         return arrived, dict(zip(wanted[rank], whole)), whole[-1] if ends else None
 
-    def _send(self, parts: list[Tensor], sizes: list[tuple[int, int]]) -> tuple[Tensor, Sequence[Tensor]]:
-        """parts [rows, n, numbers] for every rank -> what arrived, and its parts, whose (rows, n) are known."""
+    def _send(self, parts: list[Tensor], sizes: list[tuple[int, int]], *others: Tensor):
+        """parts [rows, n, numbers] for every rank, made of others -> what arrived, and its parts, whose (rows, n) are
+        known."""
         route = Route(
             "tree_scan",
             self.group,
@@ -239,5 +248,5 @@ class Scan:
             sent=tuple(len(x) * x.shape[1] for x in parts),
             received=tuple(rows * n for rows, n in sizes),
         )
-        arrived = exchange(torch.cat([x.flatten(0, 1) for x in parts]), route)
+        arrived = exchange(tied(torch.cat([x.flatten(0, 1) for x in parts]), *others), route)
         return arrived, [x.unflatten(0, size) for x, size in zip(arrived.split(route.received), sizes)]

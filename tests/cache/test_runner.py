@@ -247,3 +247,42 @@ def _disagreeing(rank, world):
 def test_ranks_with_different_prompts_are_told():
     said = run_distributed(_disagreeing, 2)
     assert said[0] == said[1]
+
+
+MODES = (torch.inference_mode, torch.no_grad)
+
+
+def _in_modes(rank, world, family, options, modes):
+    """Prompts, steps, a fork and a crop in turns under both modes."""
+    checked = Checked(family, world, **options)
+    rows = []
+    for i, (n, chunk) in enumerate(((45, 20), (33, 64))):
+        with modes[i % 2]():
+            rows.append(checked.add())
+            checked.prefill(rows[-1], n, chunk)
+    for i in range(4):
+        with modes[i % 2]():
+            checked.step(rows)
+    with modes[1]():
+        rows.append(checked.fork(rows[0]))
+        checked.step([rows[2]])
+    with modes[0]():
+        if checked.runner.can_crop(rows[0], 30):
+            checked.crop(rows[0], 30)
+        checked.step(rows, 3 if checked.runner.most_at_once(33) != 1 else 1)
+    with modes[1]():
+        checked.prefill(rows[1], 20, 64)
+        checked.step(rows)
+    return checked.worst
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("modes", [MODES, MODES[::-1]], ids=["inference mode first", "no_grad first"])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("llama", {}), ("llama", {"dtype": "int8"}), ("deepseek_v3", {}), ("gpt_oss", {}), ("falcon_h1", {})],
+    ids=str,
+)
+def test_rows_that_are_run_in_inference_mode_and_outside_of_it(family, options, modes, world):
+    limit = 0.15 if options else 2e-4
+    assert largest(run_distributed(_in_modes, world, family, options, modes)) < limit

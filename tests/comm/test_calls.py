@@ -130,7 +130,11 @@ BAD = {
         r"k has dtype torch.bfloat16 but q has torch.float32",
     ),
     "integer": (dict(q=torch.ones(2, 4, 4, 8, dtype=torch.int64)), {}, "q has dtype torch.int64"),
-    "device mix": (dict(v=torch.empty(2, 4, 2, 8, device="meta")), {}, "v is on device meta but q is on cpu"),
+    "device mix": (
+        dict(v=torch.empty(2, 4, 2, 8, device="meta")),
+        {},
+        "v is on the meta device, where tensors have no",
+    ),
     "rank": (dict(q=torch.randn(4, 4, 8)), {}, r"q must be a 4-D tensor.*4, 4, 8"),
     "batch": (dict(k=torch.randn(1, 4, 2, 8)), {}, "k has batch size 1 but q has 2"),
     "head_dim": (dict(k=torch.randn(2, 4, 2, 6)), {}, "k has head_dim 6 but q has 8"),

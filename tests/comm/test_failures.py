@@ -306,18 +306,18 @@ def _swapped(rank, world, check, stamped=True):
     """[20, 10] tokens on one rank, [10, 20] on the other: as many bytes."""
     if not stamped:
         comm.calls.digest_of = lambda *_: 0
-    b, s = ((2, 1), (1, 2))[rank]
-    q, k, v = (torch.arange(32.0).reshape(b, s, 2, 8).sin() for _ in "qkv")
+    b, s = ((2, 2), (1, 4))[rank]
+    q, k, v = (torch.arange(64.0).reshape(b, s, 2, 8).sin() for _ in "qkv")
     config = TreeConfig(check=check, timeout_s=10, grid=(1, 2))
-    return tree_attn_func(q, k, v, cp_group=dist.group.WORLD, config=config, causal=False, layout="contiguous")
+    return tree_attn_func(q, k, v, cp_group=dist.group.WORLD, config=config, causal=False)
 
 
 def test_without_the_check_shapes_that_fit_are_silently_wrong():
     """What the comparison is for, and the digest in tags: messages are equally long, and taken for something else."""
     wrong = run_distributed(_swapped, 2, "never", False, fresh=True)
-    assert [tuple(out.shape) for out in wrong] == [(2, 1, 2, 8), (1, 2, 2, 8)]
+    assert [tuple(out.shape) for out in wrong] == [(2, 2, 2, 8), (1, 4, 2, 8)]
     assert all(out.isfinite().all() for out in wrong)
     for check in ("first", "never"):
-        with pytest.raises(DistributedTestError, match=r"batch=2, seq_len=2.*batch=1, seq_len=4") as caught:
+        with pytest.raises(DistributedTestError, match=r"batch=2, seq_len=4.*batch=1, seq_len=8") as caught:
             run_distributed(_swapped, 2, check)
         assert len(caught.value.failures) == 2

@@ -21,7 +21,8 @@ def monitored(name: str, *, wait_limit_s: float = math.inf) -> Iterator[None]:
     """A region of a run in which all ranks of the job take part, collectives of other libraries included.
 
     An error that one rank raises in it becomes a `CommError` of all ranks that wait for it, whatever they wait in. The
-    error has its name, for instance "step 5". A region inside another one is a part of that.
+    error has its name, for instance "step 5". No group can be used any more then. A region inside another one is a part
+    of that.
 
     wait_limit_s: seconds for which a rank may wait for others in one collective of this package, where that is less
     than the collective's own time limit. What a rank computes itself does not count. With NCCL the host does not wait.
@@ -34,19 +35,29 @@ def monitored(name: str, *, wait_limit_s: float = math.inf) -> Iterator[None]:
     job.region, job.wait_limit_s, watchdog.waiting_on = name, wait_limit_s, EVERY_GROUP
     try:
         yield
-    except CommError as error:  # of a smaller group, and the rank that failed may not be in it
-        conclusion = watchdog.conclude(Report(str(error), error.ranks))
-        if isinstance(conclusion, CommError) and conclusion.ranks == error.ranks:
+    except Exception as error:
+        conclusion = watchdog.conclude(_report(watchdog, error))
+        for other in watchdog.store.watchdogs:  # whose ranks may go on to other calls now
+            if other.error is None:
+                other.note_failure(conclusion)
+        waited = isinstance(error, CommError) or gloo.is_communication_error(error)
+        if not waited or (isinstance(error, CommError) and error.ranks == getattr(conclusion, "ranks", None)):
             raise
         raise conclusion from error
-    except Exception as error:
-        what = f"{type(error).__name__}: {error}, on rank {watchdog.rank}{region()}"
-        if not gloo.is_communication_error(error):
-            watchdog.conclude(Report(what, cause="error"))
-            raise
-        raise watchdog.conclude(Report(what, tuple(r for r in range(job.size) if r != job.rank))) from error
     finally:
         job.region, job.wait_limit_s, watchdog.waiting_on = "", math.inf, None
+
+
+def _report(watchdog: Watchdog, error: Exception) -> Report:
+    """Of a rank that leaves a region by this error."""
+    what = f"{type(error).__name__}: {error}, on rank {watchdog.rank}{region()}"
+    if isinstance(error, CommError):  # of a smaller group, and the rank that failed may not be in it
+        return Report(str(error), error.ranks)
+    if gloo.is_communication_error(error):
+        return Report(what, tuple(r for r in range(watchdog.world) if r != watchdog.rank))
+    if any(x.is_known(error) for x in watchdog.store.watchdogs):  # another rank's, which its text names
+        return Report(str(error), cause="input")
+    return Report(what, cause="error")
 
 
 def waited_s() -> float:

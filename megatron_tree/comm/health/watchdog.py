@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 
 from ...errors import CommError
 from ..call_record import Call
-from ..group import GroupState, backend, group_size, wait_limit
+from ..group import GroupState, group_size, wait_limit
 from . import gloo
 from .reports import Report, Reports
 from .store import POLL_S, Request, StoreClient, set_first
@@ -61,7 +61,7 @@ class Watchdog:
         self.error: Exception | None = None
         """How the group failed; it can't be used any more."""
         self._comparisons: deque[Future] = deque()
-        self._polled: tuple[int, int] = (0, 0)
+        self._polled: tuple = ()
         self._wait: tuple[int, float, float] = (0, 0.0, 0.0)
         self._longest_wait_s = 0.0
         self._failure_seen = False
@@ -95,7 +95,7 @@ class Watchdog:
         """Ranks that are in this call, or come to it, raise a ``ValueError`` of this text; this one has left it."""
         self.calls.reject(call)
         with contextlib.suppress(CommError):  # the rank's own error says more
-            self.store.run(lambda store: self._reject(store, call.number, error), REJECT_S)
+            self.store.run(lambda store: self._reject(store, call, error), REJECT_S)
 
     def compare_meanwhile(self, call: Call, request: Request) -> None:
         """Start to compare a call while this rank runs it. If ranks differ, the waits of all of them end."""
@@ -148,7 +148,7 @@ class Watchdog:
             self.interrupt(self.waiting_on)
         # one operation if nothing is new: hundreds of ranks may be waiting
         joined = self.calls.joined()
-        seen = self.num_updates(store), joined[-1].number if joined else 0
+        seen = self.num_updates(store), joined[-1].number if joined else 0, self.calls.made
         asked = []
         if seen[0] and seen != self._polled:
             self._polled = seen
@@ -173,9 +173,10 @@ class Watchdog:
             known = list(distributed_c10d._world.pg_map)
             groups = [x for x in known if isinstance(x, dist.ProcessGroup) and group_size(x) > 1]
         for group in groups:
-            if backend(group) == "nccl":
+            backends = GroupState.of(group).backends
+            if backends.get("cuda") == "nccl":
                 group._get_backend(torch.device("cuda")).abort()
-            else:
+            if backends.get("cpu") == "gloo":
                 gloo.interrupt(group)
         for work in [work for watchdog in self.store.watchdogs for work in watchdog.waiting_for]:
             gloo.abort(work)
@@ -202,15 +203,24 @@ class Watchdog:
         store.add(self.key("updates"), 1)
 
     def find_rejection(self, store, *numbers: int) -> ValueError | None:
-        """Another rank's rejection of a call that this rank has joined, or of one of `numbers`."""
+        """Another rank's rejection of a call that this rank has joined, or of one of `numbers`; or of the call to come,
+        where this rank is in no call, but in a collective that the other one has not come to."""
         for number in (*[x.number for x in self.calls.joined()], *numbers):
             if store.check([self.key("rejected", number)]):
-                return ValueError(store.get(self.key("rejected", number)).decode())
+                return ValueError(self._rejected(store, number)[1])
+        latest, made = self.calls.outside() or (0, 0)
+        if made and store.check([self.key("rejected", latest + 1)]):
+            after, text = self._rejected(store, latest + 1)
+            return ValueError(text) if made > int(after) else None
         return None
 
-    def _reject(self, store, number: int, text: str):
+    def _rejected(self, store, number: int) -> list[str]:
+        """How many collectives after the call before it the rejecting rank has made, and its error."""
+        return store.get(self.key("rejected", number)).decode().split(" ", 1)
+
+    def _reject(self, store, call: Call, text: str):
         yield
-        set_first(store, self.key("rejected", number), text)
+        set_first(store, self.key("rejected", call.number), f"{call.after} {text}")
         store.add(self.key("updates"), 1)
 
     # failures
@@ -233,9 +243,12 @@ class Watchdog:
         except CommError as lost:
             return self._keep(CommError(f"{report.what}. Also {lost}"))
 
-    def _keep(self, error: Exception) -> Exception:
+    def note_failure(self, error: Exception) -> None:
         """Note how the group failed: a copy, because the traceback of the error that is raised holds the group."""
         self.error = copy.copy(error)
+
+    def _keep(self, error: Exception) -> Exception:
+        self.note_failure(error)
         return error
 
     def is_known(self, error: Exception) -> bool:

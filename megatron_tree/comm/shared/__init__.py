@@ -301,6 +301,7 @@ class SharedMemory:
                 sends = source in (_EVERYONE, self._team.rank)
                 sent = sends * num_bytes * (world if op == _EXCHANGE else 1)
             note(f"shared {name}", world, sent)
+        watchdog.calls.made += 1
         with self._in_use:
             self._team.stamp = watchdog.calls.stamp
             call = self._ref, op, source, x, out, num_bytes, parts

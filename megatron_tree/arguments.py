@@ -1,0 +1,93 @@
+"""Arguments of public functions, checked by the functions' annotations. Does not import torch."""
+
+from __future__ import annotations
+
+import collections.abc
+import functools
+import inspect
+import numbers
+import reprlib
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+_ANYTHING = (inspect.Parameter.empty, Any, object)
+_KINDS = {bool: "True or False", int: "an integer", float: "a number", str: "a string", type(None): "None",
+    collections.abc.Sequence: "a list or tuple", collections.abc.Callable: "a function", tuple: "a tuple",
+    list: "a list", dict: "a dictionary", collections.abc.Mapping: "a dictionary"}  # fmt: skip
+
+
+class Arguments(NamedTuple):
+    """What a function takes."""
+
+    names: tuple[str, ...]
+    """In their order."""
+    required: frozenset[str]
+    kinds: dict[str, tuple]
+    """By name: the types that its annotation names; without those that take anything."""
+    signature: inspect.Signature
+
+    @classmethod
+    def of(cls, fn: Callable) -> Arguments:
+        signature, hints = inspect.signature(fn), typing.get_type_hints(fn)
+        parameters = {name: x for name, x in signature.parameters.items() if x.kind is not x.VAR_KEYWORD}
+        required = (name for name, x in parameters.items() if x.default is inspect.Parameter.empty)
+        kinds = {name: _kinds(hints[name]) for name in parameters if hints.get(name, Any) not in _ANYTHING}
+        return cls(tuple(parameters), frozenset(required), kinds, signature)
+
+    def bound(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments by name. Raises ``TypeError`` as a call does."""
+        given = dict(zip(self.names, args)) | kwargs
+        if len(given) != len(args) + len(kwargs) or not self.required <= given.keys() <= set(self.names):
+            self.signature.bind(*args, **kwargs)
+        return given
+
+    def check(self, given: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` for an argument that is of another kind than its annotation."""
+        for name, kinds in self.kinds.items():
+            if name in given and not _is_of(given[name], kinds):
+                words = [_KINDS.get(kind) or f"a {kind.__name__}" for kind in kinds]
+                *some, last = dict.fromkeys(words)
+                raise ValueError(f"{name}={shown(given[name])} must be {', '.join(some)}{' or ' if some else ''}{last}")
+
+
+def checked(fn: Callable) -> Callable:
+    """The function, which checks its arguments first."""
+    arguments = None
+
+    @functools.wraps(fn)
+    def call(*args, **kwargs):
+        nonlocal arguments
+        arguments = arguments or Arguments.of(fn)
+        arguments.check(arguments.bound(args, kwargs))
+        return fn(*args, **kwargs)
+
+    return call
+
+
+def shown(value: object) -> str:
+    """A value in messages: in short."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{type(value).__name__} of {value.dtype} {list(value.shape)}"
+    return reprlib.repr(value)
+
+
+def _kinds(annotation: Any) -> tuple[type, ...]:
+    """The types that an annotation names."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return tuple(kind for x in typing.get_args(annotation) for kind in _kinds(x))
+    return (typing.get_origin(annotation) or annotation,)
+
+
+def _is_of(value: object, kinds: tuple[type, ...]) -> bool:
+    """Whether a value is of one of these types; numpy's numbers are Python's, no number is True or False, and no text a
+    list."""
+    if type(value).__name__ in ("bool", "bool_"):
+        return bool in kinds
+    if isinstance(value, (str, bytes)):
+        return type(value) in kinds
+    if isinstance(value, kinds):
+        return True
+    number = numbers.Real if float in kinds else numbers.Integral if int in kinds else ()
+    return isinstance(value, number)

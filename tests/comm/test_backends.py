@@ -1,0 +1,62 @@
+"""Groups that were made in every way torch has: what matters is the backend that carries a call's tensors."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers a backend "fake", for another device here
+
+from megatron_tree import CommError, TreeConfig, comm, shard_sequence, tree_attn_func, tree_decode
+from megatron_tree.comm.group import GroupState
+from megatron_tree.comm.wire import share_all
+from support.ranks import as_launched, run_distributed
+
+CPU = torch.device("cpu")
+STARTS = {
+    "no backend": lambda world: dist.init_process_group(),
+    "a mesh": lambda world: init_device_mesh("cpu", (world,)),
+    "one for each device": lambda world: dist.init_process_group("cpu:gloo,cuda:fake"),
+}
+
+
+def _results(group, transport):
+    """Of a training call, a decode step and collectives, which all ranks must get."""
+    config = TreeConfig(transport=transport, timeout_s=30.0)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 16, 4, 8), torch.randn(1, 16, 2, 8), torch.randn(1, 16, 2, 8)
+    q, k, v = (shard_sequence(x, group, 1).requires_grad_() for x in (q, k, v))
+    out = tree_attn_func(q, k, v, cp_group=group, causal=True, config=config)
+    out.square().mean().backward()
+    with torch.no_grad():
+        token = tree_decode(torch.ones(1, 1, 4, 8), k, v, cp_group=group, config=config)
+    return [out.detach(), token, *(x.grad for x in (q, k, v)), comm.all_reduce(torch.ones(1), group)]
+
+
+def _fail(rank):
+    with comm.monitored("step 5"):
+        if rank == 1:
+            raise MemoryError("none is left")
+        dist.all_reduce(torch.ones(1))  # of gloo, whose wait ends
+
+
+def _run(rank, world, name):
+    expected = {transport: _results(dist.group.WORLD, transport) for transport in ("auto", "builtin")}
+    with as_launched():
+        STARTS[name](world)
+        group = dist.group.WORLD
+        assert comm.backend(group, CPU) == "gloo"
+        for transport, wanted in expected.items():
+            for a, b in zip(_results(group, transport), wanted, strict=True):
+                torch.testing.assert_close(a, b)
+        assert share_all(rank, group) == list(range(world))
+        assert comm.measured_links(group, CPU, timeout_s=30.0).inside.seconds > 0
+        other = torch.device("cuda" if "cuda" not in GroupState.of(group).backends else "xpu")
+        with pytest.raises(ValueError, match=f"no backend of this group carries tensors on {other.type}, only gloo"):
+            comm.backend(group, other)
+    with pytest.raises(MemoryError if rank == 1 else CommError, match="none is left"):
+        _fail(rank)
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_calls_ask_for_the_backend_of_their_tensors(name):
+    run_distributed(_run, 2, name)
