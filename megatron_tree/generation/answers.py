@@ -122,7 +122,8 @@ def answer_all(
     Raises: ValueError as `Scheduler.check`, on all ranks. `TreeError` on all ranks for logits that are not finite.
     """
     start, recorder = time.perf_counter(), scheduler.executor
-    answers = [Answer(len(scheduler.check(request))) for request in requests]
+    lengths = scheduler.on_leader(lambda: [len(scheduler.check(request)) for request in requests])
+    answers = [Answer(length) for length in lengths]
     recorder.begin(
         {request.row.handle: answer for request, answer in zip(requests, answers, strict=True)},
         keep_logits=keep_logits,

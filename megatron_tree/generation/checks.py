@@ -34,7 +34,11 @@ def check_request(
     if params.json_schema is not None:
         if params.ignore_eos:
             raise ValueError("ignore_eos: an answer with a JSON schema ends with it: leave ignore_eos out")
-        grammars.check(params.json_schema)
+        if params.min_tokens:
+            raise ValueError("min_tokens: an answer with a JSON schema ends with it: leave min_tokens out")
+        grammars.require(params.json_schema)
+    if params.min_tokens > params.max_tokens:
+        raise ValueError(f"min_tokens={params.min_tokens} must be at most max_tokens={params.max_tokens}")
     if prompt_images(request, prompt, runner) is not None and params.prompt_logprobs is not None:
         raise ValueError("prompt_logprobs: a prompt with images has none: leave it out")
     num_prompt = len(prompt)

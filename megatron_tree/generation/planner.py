@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import math
+import time
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from ..comm import group_size
@@ -22,6 +25,7 @@ TOGETHER = 1024  # up to this many tokens, or to a chunk: it is more, or answers
 LONGER = 256  # longer ones also, up to a chunk, on one rank: several would share the tokens of each
 PADDED = 2  # times so many tokens at most with the padding that the cache takes for a turn
 SCORED_CHUNK = 128  # tokens of a prompt whose logits are all kept at the same time
+PATIENCE_S = 0.05  # in a turn, for masks; an answer whose mask takes longer sits out until it is there
 
 
 class StepPlanner:
@@ -49,10 +53,22 @@ class StepPlanner:
         self._speculation = speculation
         self._stepping: list[ActiveAnswer] = []  # whose logits the current plan returns
         self._filling: list[list[tuple[ActiveAnswer, list[int]]]] = []  # whose rows it fills, and with what, by pass
+        self._owes_chunk = False  # to a prompt that has waited for shorter ones
+        self._late: list[ActiveAnswer] = []  # that have logits, and lack the mask for them
+        self._patient_until = 0.0
 
     @property
     def has_work(self) -> bool:
-        return bool(self.room.operations or self.room.served or self.room.keeps_too_much)
+        room = self.room
+        return bool(room.operations or room.served or room.keeps_too_much) and not self.only_waits
+
+    @property
+    def only_waits(self) -> bool:
+        """Whether all answers with rows wait for masks, and nothing else is to be done."""
+        if not self._late or self.room.operations or self.room.keeps_too_much:
+            return False
+        holders = self.room.answers_with_rows()
+        return bool(holders) and all(a.logits is not None and a.lacks_mask for a in holders)
 
     def cancel(self, request: ServedRequest) -> None:
         """End a request that waits or is served."""
@@ -62,21 +78,24 @@ class StepPlanner:
     def plan(self) -> list[Operation]:
         """What to do in this turn: append a token to every row that is ready, and a chunk of a prompt to another.
 
-        Several prompts get a chunk if these have at most runner.chunk_size tokens together.
+        Several prompts get a chunk if these have at most runner.chunk_size tokens together. Those that end with their
+        chunk go first, in every second turn at least where a longer one waits.
         """
         room, size = self.room, self._runner.chunk_size
+        self._take_late()
         if room.keeps_too_much:
             room.evict_one()
-        room.copy_beginnings()  # before these rows grow
+        to_fill = [answer for answer in room.answers_with_rows() if not answer.filled]
+        if not self._owes_chunk:
+            to_fill.sort(key=self._is_long)
+        room.copy_beginnings(to_fill)  # before these rows grow
         images = [request.images for request in room.served if request.images is not None]
         room.make_room(max([size, *(x.longest for x in images)]))
         operations: list[Operation] = room.operations
         room.operations = []
-        ready = room.answers_with_rows()
-        to_fill = [answer for answer in ready if not answer.filled]
-        if to_fill:
-            ready = [] if self._prefill_first else [answer for answer in ready if answer.filled]
-        self._stepping = ready
+        to_fill = [answer for answer in to_fill if answer.handle is not None and not answer.filled]
+        ready = [answer for answer in room.answers_with_rows() if answer.filled and answer.logits is None]
+        self._stepping = ready = [] if to_fill and self._prefill_first else ready
         if ready:
             drafted = [] if self._speculation is None else self._draft()
             operations.append(Step([a.handle for a in ready], [a.token for a in ready], drafted))
@@ -88,7 +107,8 @@ class StepPlanner:
         """Prefill short prompts together, of at most `limit` tokens, and chunks of others as far as they fit."""
         operations: list[Operation] = []
         size = left = self._runner.chunk_size
-        short, self._filling = self._short_ones(to_fill, limit), []
+        long = [answer for answer in to_fill if self._is_long(answer)]
+        short, self._filling = [] if to_fill[:1] == long[:1] else self._short_ones(to_fill, limit), []
         if short:
             prompts = [answer.missing_tokens() for answer in short]
             operations.append(PrefillRows([answer.handle for answer in short], prompts))
@@ -98,8 +118,7 @@ class StepPlanner:
             if answer in short:
                 continue
             # chunks don't depend on other requests, so that logits don't
-            scored = answer.request.scores and not answer.request.begun
-            chunk = answer.chunk(min(size, SCORED_CHUNK) if scored else size)
+            scored, chunk = self._is_scored(answer), answer.chunk(self._chunk_size(answer))
             if len(chunk) <= left or left == size:  # an image may be longer than a chunk
                 if answer.lacks_images and not answer.embedded:
                     request, answer.embedded = answer.request, True
@@ -107,7 +126,20 @@ class StepPlanner:
                 operations.append((Score if scored else Prefill)(answer.handle, chunk, answer.num_known))
                 self._filling.append([(answer, chunk)])
                 left -= len(chunk)
+        filling = [answer for fills in self._filling for answer, _ in fills]
+        self._owes_chunk = bool(long) and not any(answer in filling for answer in long)
         return operations
+
+    def _is_scored(self, answer: ActiveAnswer) -> bool:
+        return answer.request.scores and not answer.request.begun
+
+    def _chunk_size(self, answer: ActiveAnswer) -> int:
+        size = self._runner.chunk_size
+        return min(size, SCORED_CHUNK) if self._is_scored(answer) else size
+
+    def _is_long(self, answer: ActiveAnswer) -> bool:
+        """Whether a chunk is not enough for what its row lacks."""
+        return answer.num_known - answer.length > self._chunk_size(answer)
 
     def _short_ones(self, to_fill: list[ActiveAnswer], limit: int) -> list[ActiveAnswer]:
         """Those to run in one pass, short ones of at most this many tokens; none if there is only one."""
@@ -145,7 +177,7 @@ class StepPlanner:
 
     def take_logits(self, logits: list[Tensor]) -> None:
         """Choose tokens from the logits of a plan, send events, and record what the next plan has to do first."""
-        logits = iter(logits)
+        logits, self._patient_until = iter(logits), time.monotonic() + PATIENCE_S
         if self._stepping:
             self._finish_step(next(logits))
         for fills, last in zip(self._filling, logits):
@@ -211,6 +243,30 @@ class StepPlanner:
                 self.room.release(request, handle, request.named_prompt.tolist())
 
     def _take(self, answers: list[ActiveAnswer], logits: Tensor) -> None:
+        """Choose tokens by logits [answers, vocab], and send them; answers whose masks are late keep their logits."""
+        masks = [answer.sampler.matcher.mask for answer in answers if answer.sampler.matcher is not None]
+        if masks:
+            concurrent.futures.wait(masks, max(self._patient_until - time.monotonic(), 0.0))
+            late = [i for i, answer in enumerate(answers) if answer.lacks_mask]
+            for i in late:
+                answers[i].logits = logits[i].clone()
+                self._late.append(answers[i])
+            there = [i for i in range(len(answers)) if i not in late]
+            answers, logits = [answers[i] for i in there], logits[there]
+        self._choose(answers, logits)
+
+    def _take_late(self) -> None:
+        """Choose tokens whose masks have come."""
+        going = [answer for answer in self._late if not answer.finished]
+        self._late = [answer for answer in going if answer.lacks_mask]
+        there = [answer for answer in going if answer not in self._late]
+        if there:
+            logits = torch.stack([answer.logits for answer in there])
+            for answer in there:
+                answer.logits = None
+            self._choose(there, logits)
+
+    def _choose(self, answers: list[ActiveAnswer], logits: Tensor) -> None:
         """Choose a token of each answer by logits [answers, vocab], and send it."""
         tokens, reports = choose_tokens([answer.sampler for answer in answers], logits)
         for answer, token, report in zip(answers, tokens, reports, strict=True):
@@ -223,6 +279,8 @@ class StepPlanner:
             if answer.draft_state is not None:
                 answer.draft_state.add(token)
             if reason is None:
+                if answer.sampler.matcher is not None:
+                    answer.sampler.matcher.compute()
                 answer.send(token, text, report)
             else:
                 self._end(answer, token, text, report, finish_reason=reason, stop_reason=stop_reason)

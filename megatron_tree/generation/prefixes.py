@@ -36,16 +36,16 @@ class Prefixes:
         """Tokens of a kept row; None for others."""
         return self._kept.get(handle)
 
-    def put(self, handle: int, tokens: Sequence[int]) -> None:
-        """A row holds these tokens now."""
+    def put(self, handle: int, tokens: Sequence[int], salt: str = "") -> None:
+        """A row holds these tokens now, for prompts with the same salt."""
         self.forget(handle)
-        self._keys[handle] = self.keys(tokens)
+        self._keys[handle] = self.keys(tokens, salt)
         for key in self._keys[handle]:
             self._holders.setdefault(key, {})[handle] = None
 
-    def keep(self, handle: int, tokens: Sequence[int]) -> bool:
+    def keep(self, handle: int, tokens: Sequence[int], salt: str = "") -> bool:
         """A row's request has ended. False if another kept row holds all its pages: it need not stay."""
-        self.put(handle, tokens)
+        self.put(handle, tokens, salt)
         keys = self._keys[handle]
         if not keys or any(other in self._kept for other in self._holders[keys[-1]] if other != handle):
             self.forget(handle)
@@ -74,10 +74,10 @@ class Prefixes:
             if not holders:
                 del self._holders[key]
 
-    def keys(self, tokens: Sequence[int]) -> list[bytes]:
-        """Of whole pages, each with all before it."""
+    def keys(self, tokens: Sequence[int], salt: str = "") -> list[bytes]:
+        """Of whole pages, each with all before it; others with another salt."""
         data, size = np.asarray(tokens, dtype=np.int64).tobytes(), 8 * self._page_size
-        keys, key = [], b""
+        keys, key = [], salt.encode("utf-8", "surrogatepass")
         for end in range(size, len(data) + 1, size):
             key = hashlib.sha256(key + data[end - size : end]).digest()
             keys.append(key)

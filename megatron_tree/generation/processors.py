@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -43,6 +44,18 @@ class LogitBias(LogitsProcessor):
         return scores.index_add(1, self.tokens.to(scores.device), self.values.to(scores.device)[None])
 
 
+class MinTokens(LogitsProcessor):
+    """No end token until the answer, input_ids int64 [1, n] from position `first` on, has this many tokens."""
+
+    def __init__(self, count: int, end_tokens: Collection[int], first: int):
+        self.most, self.tokens = first + count, torch.tensor(sorted(end_tokens), dtype=torch.int64)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if input_ids.shape[1] >= self.most:
+            return scores
+        return scores.index_fill(1, self.tokens.to(scores.device), -math.inf)
+
+
 class Temperature(LogitsProcessor):
     """Divides scores by a temperature; the largest becomes 0 before, so that none overflows however low it is."""
 
@@ -53,7 +66,7 @@ class Temperature(LogitsProcessor):
         return (scores - scores.amax(-1, keepdim=True)) / self.temperature
 
 
-def processors(params: SamplingParams, num_prompt_tokens: int) -> LogitsProcessorList:
+def processors(params: SamplingParams, num_prompt_tokens: int, end_tokens: Collection[int]) -> LogitsProcessorList:
     """In the order of Transformers' own generate."""
     chain = LogitsProcessorList()
     if params.logit_bias:
@@ -62,6 +75,8 @@ def processors(params: SamplingParams, num_prompt_tokens: int) -> LogitsProcesso
         chain.append(RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty)))
     if params.presence_penalty or params.frequency_penalty:
         chain.append(CountPenalty(params.presence_penalty, params.frequency_penalty, num_prompt_tokens))
+    if params.min_tokens:
+        chain.append(MinTokens(params.min_tokens, end_tokens, num_prompt_tokens))
     if params.temperature == 0:
         return chain
     if params.temperature != 1:

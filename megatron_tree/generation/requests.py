@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .grammars import Grammars
+from .grammars import Grammar
 from .images import PromptImages
 from .sampler import Choice, Sampler
 from .sampling import SamplingParams
@@ -50,6 +50,11 @@ class Request:
     begun: Sequence[Sequence[int] | None] = ()
     """The tokens of each answer, one or more, if another scheduler began them: they go on from there, and only what
     follows is sent. None: the answer has ended."""
+    continues: bool = False
+    """Whether the answers' texts continue the prompt's, instead of beginning anew as in a chat: a tokenizer may leave
+    out the space before a first word."""
+    salt: str = ""
+    """Only requests with the same one use what the cache holds of this one's prompt and answers."""
     images: Mapping[str, Tensor] | None = None
     """What the model's processor returns beside the tokens of a prompt with images: pixel_values and so on."""
 
@@ -120,6 +125,8 @@ class ActiveAnswer:
     """Whether its row holds `num_known` tokens."""
     embedded: bool = False
     """Whether a plan has embedded the prompt's images for its row."""
+    logits: Tensor | None = None
+    """fp32 [vocab], for its next token, while the mask for that is computed; its row then holds all its tokens."""
 
     @property
     def is_right(self) -> bool:
@@ -129,12 +136,13 @@ class ActiveAnswer:
     @property
     def num_known(self) -> int:
         """Tokens that its row is to hold before the next one can be chosen from its last token."""
-        return self.request.num_prompt + max(len(self.tokens) - 1, 0)
+        return self.request.num_prompt + len(self.tokens) - (self.token is not None)
 
     def missing_tokens(self) -> list[int]:
         """Those of them that its row lacks."""
         prompt = self.request.prompt[self.length :].tolist()
-        return prompt + self.tokens[max(self.length - self.request.num_prompt, 0) : -1]
+        num_prompt = self.request.num_prompt
+        return prompt + self.tokens[max(self.length - num_prompt, 0) : self.num_known - num_prompt]
 
     def row_tokens(self) -> list[int]:
         """What its row holds, by `ServedRequest.named`."""
@@ -169,6 +177,14 @@ class ActiveAnswer:
         for token in tokens:
             self.stopper.add(token)
 
+    @property
+    def lacks_mask(self) -> bool:
+        """Whether the mask for its next token is still being computed. Answers to a prompt begin together."""
+        if self.sampler.matcher is None:
+            return False
+        answers = [self] if self.tokens else self.request.unfinished
+        return any(not answer.sampler.matcher.mask.done() for answer in answers)
+
     def lose_row(self) -> None:
         """Its token that no plan holds is still to come first."""
         self.handle, self.length, self.filled = None, 0, False
@@ -183,8 +199,10 @@ class ActiveAnswer:
         self.filled = self.length >= self.num_known
 
     def finish(self) -> None:
-        self.finished = True
+        self.finished, self.logits = True, None
         self.request.unfinished = [answer for answer in self.request.answers if not answer.finished]
+        if self.request.grammar is not None and not self.request.unfinished:
+            self.request.grammar.close()
 
     def send(self, token: int | None, text: str, report: Choice | None = None, **end) -> None:
         """Send an event. end: fields of the answer's last one, which is recorded as its end."""
@@ -214,11 +232,11 @@ class ServedRequest:
     """A request that waits or is served. On the leader only."""
 
     def __init__(self, request: Request, prompt: Tensor, tokenizer, end_tokens: Collection[int], sink: EventSink,
-                 grammars: Grammars, images: PromptImages | None = None):  # fmt: skip
+                 grammar: Grammar | None = None, images: PromptImages | None = None):  # fmt: skip
         self.id = -1  # until it is queued
         self._queued_at, self._row_at = time.monotonic(), None
         self.prompt, self.num_prompt, self.sink = prompt, len(prompt), sink
-        self.row, self.images = request.row, images
+        self.row, self.images, self.grammar, self.salt = request.row, images, grammar, request.salt
         self.named_prompt = prompt if images is None else torch.tensor(self.named(prompt.tolist()))
         self.params = request.sampling.with_seed()
         self.num_cached = 0
@@ -228,9 +246,9 @@ class ServedRequest:
         self.scores = self.params.prompt_logprobs is not None
         self.answers = []
         for i in range(request.n):
-            matcher = grammars.matcher(self.params.json_schema)
-            sampler = Sampler(self.params, prompt, sample=i, matcher=matcher)
-            stopper = Stopper(tokenizer, self.params, end_tokens)
+            matcher = None if grammar is None else grammar.matcher(i)
+            stopper = Stopper(tokenizer, self.params, end_tokens, prompt if request.continues else ())
+            sampler = Sampler(self.params, prompt, sample=i, matcher=matcher, end_tokens=stopper.end_tokens)
             self.answers.append(ActiveAnswer(request=self, index=i, sampler=sampler, stopper=stopper))
         self.begun = bool(request.begun)
         """Whether the prompt has been run: every answer has a token, and each goes on in a row of its own."""
@@ -246,8 +264,10 @@ class ServedRequest:
         return tokens if self.images is None else self.images.named(tokens, first)
 
     def has_row(self) -> None:
-        """It waits no more."""
+        """It waits no more; masks for its answers are computed from now on."""
         self._row_at = time.monotonic()
+        for answer in self.unfinished if self.grammar is not None else ():
+            answer.sampler.matcher.compute()
 
     @property
     def waited_s(self) -> float:

@@ -164,15 +164,10 @@ class Room:
         """Remove the kept row that was used least recently."""
         self._remove(self._prefixes.kept[0][0])
 
-    def copy_beginnings(self) -> None:
-        """Copy rows with the beginning of a prompt whose first chunk is about to be run."""
-        holders = self.answers_with_rows()
-        if 0 not in [answer.length for answer in holders]:
-            return
+    def copy_beginnings(self, to_fill: list[ActiveAnswer]) -> None:
+        """Copy rows with the beginning of a prompt whose first chunk is about to be run, in this order."""
         left = self._runner.chunk_size
-        for answer in holders:
-            if answer.filled:
-                continue
+        for answer in to_fill:
             source = None if answer.length else self._beginning(answer)
             if source is not None and self._whole_pages(source[1]) - self._full_pages(source[1]) > self._free():
                 source = None
@@ -188,7 +183,7 @@ class Room:
     def hold_prompt(self, request: ServedRequest, handle: int) -> None:
         """A row holds a request's prompt: others may copy it."""
         if self._keep_bytes and request.row is None:
-            self._prefixes.put(handle, request.named_prompt)
+            self._prefixes.put(handle, request.named_prompt, request.salt)
 
     def can_pad(self, lengths: list[tuple[int, int]], width: int) -> bool:
         """Whether rows may take this many tokens each for one turn, in which they go from one length to another."""
@@ -213,7 +208,7 @@ class Room:
         if request.row is not None:
             return
         self._prefixes.forget(handle)
-        if not (self._keep_bytes and self._prefixes.keep(handle, tokens)):
+        if not (self._keep_bytes and self._prefixes.keep(handle, tokens, request.salt)):
             self.operations.append(Remove(handle))
 
     def _beginning(self, answer: ActiveAnswer) -> tuple[int, int] | None:
@@ -230,7 +225,7 @@ class Room:
         if not self._keep_bytes:
             return None
         if request.prefix_keys is None:
-            request.prefix_keys = self._prefixes.keys(request.named_prompt)
+            request.prefix_keys = self._prefixes.keys(request.named_prompt, request.salt)
         source = self._prefixes.find(request.prefix_keys)
         if source is None or source[0] in new:
             return None
@@ -275,7 +270,7 @@ class Room:
         pages, size = 0, self._page_size
         for answer in self.answers_with_rows():
             before = answer.length
-            after = before + 1 if answer.filled else min(before + chunk, answer.num_known)
+            after = before + (answer.logits is None) if answer.filled else min(before + chunk, answer.num_known)
             pages += -(-after // size) - -(-before // size)
         return pages * size
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ class Sampler:
     It takes one number per token from its own generator on the CPU; that is its only state.
 
     Args: params: with a seed unless greedy. prompt: int64 [n], for the repetition penalty. sample: the number of this
-        answer among several to one prompt. matcher: of `params.json_schema`.
+        answer among several to one prompt. matcher: of `params.json_schema`. end_tokens: those that end the answer.
     """
 
     def __init__(
@@ -46,10 +46,11 @@ class Sampler:
         *,
         sample: int = 0,
         matcher: Matcher | None = None,
+        end_tokens: Collection[int] = (),
     ):
         assert params.seed is not None or params.temperature == 0
         assert (matcher is None) == (params.json_schema is None)
-        self.params, self._matcher = params, matcher
+        self.params, self.matcher = params, matcher
         self._points: list[float] = []  # drawn and not used, the next one last
         if params.temperature > 0:
             self._generator = torch.Generator().manual_seed(derived_seed(params.seed, sample))
@@ -57,11 +58,12 @@ class Sampler:
         reads_prompt = prompt is not None and params.repetition_penalty != 1
         self._tokens = prompt.unique() if reads_prompt else torch.empty(0, dtype=torch.int64)
         """What penalties look at: the prompt's tokens, each once, and the answer's."""
-        self._processors = processors(params, len(self._tokens))
+        self._processors = processors(params, len(self._tokens), end_tokens)
         reports = matcher is not None or params.logprobs is not None
         self.is_plain = not (params.temperature or self._processors or reports)
         """Whether the token is simply the most likely one, and nothing else is asked for."""
-        self.only_warps = params.temperature > 0 and not (reports or penalizes or params.logit_bias)
+        changes = reports or penalizes or params.logit_bias or params.min_tokens
+        self.only_warps = params.temperature > 0 and not changes
         """Whether the token depends on the logits, temperature and cuts alone, apart from the draw."""
 
     def draw(self) -> float:
@@ -78,17 +80,19 @@ class Sampler:
             self._note(token)
 
     def _note(self, token: int) -> None:
-        if self._matcher is not None:
-            self._matcher.take(token)
+        if self.matcher is not None:
+            self.matcher.take(token)
         if self._processors:
             self._tokens = torch.cat((self._tokens, torch.tensor([token])))
 
     def choose(self, logits: Tensor) -> Choice:
-        """The next token after logits fp32 [vocab], which hold a finite largest value. Raises: `TreeError` where
-        penalties or the temperature make them overflow."""
+        """The next token after logits fp32 [vocab], which hold a finite largest value.
+
+        It waits for the matcher's mask. Raises: `TreeError` where penalties or the temperature make them overflow, or
+        nothing that may follow keeps to the schema."""
         scores = logits.float()
-        if self._matcher is not None:
-            scores = scores.masked_fill(~self._matcher.allowed().to(scores.device), -math.inf)
+        if self.matcher is not None:
+            scores = scores.masked_fill(~self.matcher.mask.result().to(scores.device), -math.inf)
         scores = self._processors(self._tokens.to(logits.device)[None], scores[None])
         if not math.isfinite(largest := scores.max().item()):
             raise _not_finite(largest)

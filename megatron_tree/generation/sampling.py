@@ -9,12 +9,16 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 MAX_BIAS = 100.0
 MAX_LOGPROBS = 100
 MAX_PENALTY = 100.0  # far beyond useful values; much larger ones make fp32 logits overflow
+MAX_BIASES = 4096
+MAX_STOP_TOKENS = 4096
+MAX_FIELDS = 100
 SEEDS = 2**63
+FEW = 4  # faults of one field that are reported
 
 
 class Strict(BaseModel):
@@ -22,14 +26,25 @@ class Strict(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _not_too_many(cls, data: Any) -> Any:
+        """So many unknown ones would make as many errors."""
+        if isinstance(data, dict) and len(data) > MAX_FIELDS:
+            raise ValueError(f"has {len(data):,} fields, more than {MAX_FIELDS}")
+        return data
+
 
 def first_fault(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """(field, what is wrong with it) of the first bad field; alternatives of a union are reported together.
+    """(field, what is wrong with it) of the first bad field; alternatives of a union are reported together, the first
+    few of them.
 
     errors: those of a pydantic `ValidationError`, at least one.
     """
     name = errors[0]["loc"][0]
-    return str(name), " or ".join(dict.fromkeys(_fault(error) for error in errors if error["loc"][0] == name))
+    own = [error for error in errors if error["loc"][:1] == (name,)]
+    more = f", and {len(own) - FEW} more" if len(own) > FEW else ""
+    return str(name), " or ".join(dict.fromkeys(map(_fault, own[:FEW]))) + more
 
 
 def _fault(error: Mapping[str, Any]) -> str:
@@ -56,6 +71,8 @@ def _numbered(bias: Any) -> Any:
     """JSON has no numbers as keys."""
     if not isinstance(bias, dict):
         return bias
+    if len(bias) > MAX_BIASES:
+        raise ValueError(f"must have at most {MAX_BIASES:,} tokens, not {len(bias):,}")
     return {
         int(key) if isinstance(key, str) and key.isdecimal() and key.isascii() else key: x for key, x in bias.items()
     }
@@ -70,7 +87,8 @@ Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 TokenId = Annotated[int, Field(ge=0)]
-StopTexts = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed)]
+StopTexts = Annotated[list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True), BeforeValidator(_listed)]
+StopTokens = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_TOKENS), BeforeValidator(_listed)]
 
 
 class Sampling(Strict):
@@ -97,10 +115,16 @@ class Sampling(Strict):
     """64 bits: the same request gives the same tokens. None or -1: a random one."""
     stop: StopTexts = []
     """Texts that end the answer, or one of them; they are not part of it."""
-    stop_token_ids: Annotated[list[TokenId], BeforeValidator(_listed)] = []
+    stop_token_ids: StopTokens = []
     """Tokens that end the answer, in addition to the model's."""
     ignore_eos: bool = False
     """Ignore the model's end tokens; `stop` and `stop_token_ids` still end the answer."""
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    """New tokens at least: no end token is chosen before, and no text of `stop` within their text ends the answer."""
+    include_stop_str_in_output: bool = False
+    """The text or token that ends the answer is part of it."""
+    skip_special_tokens: bool = True
+    """Special tokens, end tokens among them, add nothing to the text."""
 
 
 class SamplingParams(Sampling):

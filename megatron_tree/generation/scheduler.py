@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..cache.runner import RowRunner
 from ..comm import group_rank
+from ..comm.group import wait_limit
 from ..comm.wire import share, share_check
 from ..errors import TreeError
 from ..log import logger
@@ -61,8 +62,8 @@ class Scheduler:
         end_tokens: the model's end tokens; None: the tokenizer's.
         plan_group: group of the same ranks, same rank 0, for the plans, for instance a gloo group next to NCCL; default
             the runner's token_group.
-        heartbeat_s: seconds after which an idle leader sends an empty plan, so that waiting ranks don't time out;
-            None: 10, or a quarter of timeout_s where that is less.
+        heartbeat_s: seconds after which an idle leader sends an empty plan, so that waiting ranks don't time out, or a
+            quarter of their `monitored` region's limit; None: 10, or a quarter of timeout_s where that is less.
         timeout_s: seconds that one broadcast may take.
         transport: of the broadcasts, as in `TreeConfig`; None: that of `default_config()`.
         executor: what carries out the plans; default an `Executor` of the runner.
@@ -103,7 +104,8 @@ class Scheduler:
             end = getattr(tokenizer, "eos_token_id", None)
             end_tokens = () if end is None else (end,)
         self._runner, self._tokenizer, self._end_tokens = runner, tokenizer, frozenset(end_tokens)
-        self._grammars = Grammars(tokenizer, vocab_size=runner.vocab_size, end_tokens=self._end_tokens)
+        options = {"end_tokens": self._end_tokens, "on_mask": self._wake}
+        self.grammars = Grammars(tokenizer, vocab_size=runner.vocab_size, **options)
         self.max_rows, self.max_waiting = max_rows, max_waiting
         self._group = runner.token_group if plan_group is None else plan_group
         self.is_leader = group_rank(self._group) == 0
@@ -116,6 +118,7 @@ class Scheduler:
         self._open: dict[int, ServedRequest] = {}
         self._waiting: deque[ServedRequest] = deque()
         self._cancels: set[int] = set()
+        self._is_news = False  # something that the next plan has to heed
         self._deadline: float | None = None  # of open requests, once the loop is to end
         self._failure: str | None = None
         self._numbers = itertools.count()
@@ -132,22 +135,31 @@ class Scheduler:
         """The request's prompt, int64 [n], if it can be served once there is room. From any thread.
 
         Raises: ``ValueError`` that says what is wrong: tokens that the model lacks, too long for the model's positions
-            or for the whole cache, more answers than rows, stop texts without a tokenizer.
+            or for the whole cache, more answers than rows, stop texts without a tokenizer, a JSON schema that no answer
+            can keep to.
         """
-        return check_request(request, self._runner, self._capacity, self.max_rows, self._tokenizer, self._grammars)
+        prompt = self._check(request)
+        if request.sampling.json_schema is not None:
+            self.grammars.check(request.sampling.json_schema)
+        return prompt
+
+    def _check(self, request: Request) -> Tensor:
+        """At once: what a JSON schema says is left out."""
+        return check_request(request, self._runner, self._capacity, self.max_rows, self._tokenizer, self.grammars)
 
     def submit(self, request: Request, sink: EventSink) -> int:
         """Queue a request; returns its number. On the leader, from any thread.
 
         sink: called with every `Event` of the request by the thread that runs the loop; it should be quick and must
             not raise: that would end the loop on all ranks.
-        Raises: ValueError as `check`; `QueueFull`; `TreeError` after `stop` or a failure.
+        Raises: ValueError as `check`, but for a JSON schema, which may take seconds: answers that can't keep to it end
+            with "error"; `QueueFull`; `TreeError` after `stop` or a failure.
         """
         if not self.is_leader:
             raise ValueError("submit: only rank 0 of the runner's token_group takes requests")
-        prompt = self.check(request)
-        images = prompt_images(request, prompt, self._runner)
-        served = ServedRequest(request, prompt, self._tokenizer, self._end_tokens, sink, self._grammars, images)
+        prompt = self._check(request)
+        more = self.grammars.grammar(request.sampling.json_schema), prompt_images(request, prompt, self._runner)
+        served = ServedRequest(request, prompt, self._tokenizer, self._end_tokens, sink, *more)
         with self._changed:
             if self._deadline is not None or self._failure is not None:
                 raise TreeError(f"the scheduler takes no more requests: {self._failure or 'it is stopping'}")
@@ -156,7 +168,7 @@ class Scheduler:
             served.id = next(self._numbers)
             self._open[served.id] = served
             self._waiting.append(served)
-            self._changed.notify()
+            self._wake()
         return served.id
 
     def cancel(self, number: int) -> bool:
@@ -164,7 +176,7 @@ class Scheduler:
         with self._changed:
             if number in self._open:
                 self._cancels.add(number)
-                self._changed.notify()
+                self._wake()
             return number in self._open
 
     def stop(self, *, grace_s: float = 0.0) -> None:
@@ -175,7 +187,7 @@ class Scheduler:
         with self._changed:  # its lock is reentrant
             deadline = time.monotonic() + grace_s
             self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
-            self._changed.notify()
+            self._wake()
 
     @property
     def preemptions(self) -> int:
@@ -245,7 +257,7 @@ class Scheduler:
             return plan
         with self._giving_up(broadcast=True):
             each_turn()
-            if wait:
+            if wait or self._planner.only_waits:
                 self._wait()
             plan = self._plan()
         with self._giving_up(broadcast=False):  # the others fail, too, or notice that this rank is gone
@@ -292,13 +304,24 @@ class Scheduler:
                 self._share(Plan(failed=text).to_json())
             raise
 
-    def _wait(self) -> None:
+    def _wake(self) -> None:
+        """The next plan is to heed something. From any thread."""
         with self._changed:
-            if not self._planner.has_work and self._deadline is None:
-                self._changed.wait_for(lambda: self._waiting or self._cancels or self._deadline, self._heartbeat_s)
+            self._is_news = True
+            self._changed.notify()
+
+    def _wait(self) -> None:
+        """For something to do."""
+        with self._changed:
+            end = time.monotonic() + min(self._heartbeat_s, wait_limit() / 4)
+            if self._deadline is not None:
+                end = min(end, self._deadline) if self._open else 0.0
+            if not self._planner.has_work:
+                self._changed.wait_for(lambda: self._is_news, max(end - time.monotonic(), 0.0))
 
     def _plan(self) -> Plan:
         with self._changed:
+            self._is_news = False
             stop = self._deadline is not None and (not self._open or time.monotonic() >= self._deadline)
             if stop and self._open:
                 logger.info("the time to finish is over: %d requests are cancelled", len(self._open))

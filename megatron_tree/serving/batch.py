@@ -176,7 +176,8 @@ def read_requests(
     def read(line: bytes, index: int) -> BatchRequest:
         parsed = _parse(line, index, sampling)
         n = 1 if parsed.line.n is None else parsed.line.n
-        request = Request(prompt=_encode(tokenizer, parsed.line), sampling=parsed.sampling, n=n)
+        prompt, continues = _encode(tokenizer, parsed.line), parsed.line.prompt is not None
+        request = Request(prompt=prompt, sampling=parsed.sampling, n=n, continues=continues)
         scheduler.check(request)
         return BatchRequest(index, parsed.id, request)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..files import read_json
+from ..files import append, read_json, writing
 
 
 class Output:
@@ -25,7 +25,8 @@ class Output:
 
     def __init__(self, path: str, header: Mapping[str, Any]):
         self._path, self.done = path, set()
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        with writing(Path(path)):
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -84,10 +85,9 @@ class Output:
     def append(self, entry: Mapping[str, Any]) -> None:
         """Write one line with a checksum of its bytes at the end, and sync it to disk."""
         text = json.dumps(entry).encode()[:-1]
-        rest = memoryview(text + _CHECKSUM + b': "' + _checksum(text).encode() + b'"}\n')
-        while rest:
-            rest = rest[os.write(self._fd, rest) :]
-        os.fsync(self._fd)
+        append(self._fd, text + _CHECKSUM + b': "' + _checksum(text).encode() + b'"}\n', Path(self._path))
+        with writing(Path(self._path)):
+            os.fsync(self._fd)
 
     def close(self) -> None:
         os.close(self._fd)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .. import comm
 from ..comm.wire import share, share_check
-from ..files import whole_file
+from ..files import NotWritten, whole_file
 from ..generation.conversation import Answer, Conversation
 from ..generation.sampling import SamplingParams
 from .arguments import sampling_params
@@ -118,6 +118,8 @@ class Chat:
                     _complain(f"{command} is not a command: use {COMMANDS}")
                 case _:
                     self._say(line)
+        except NotWritten as error:
+            _complain(str(error))
         except OSError as error:
             if error.filename is None:
                 raise

@@ -21,7 +21,7 @@ from ..integrations.transformers.generation import check_length
 from ..launching import hold_log
 from .arguments import sampling_params
 from .batch import BatchOptions, run_batch
-from .images import ImagePrompts
+from .images import ImageFile, ImagePrompts
 from .report import memory_table, progress_bar, speculation_text, time_figures, time_table
 from .start import WAIT_HOURS, Started, start
 from .transcript import chat_text
@@ -90,7 +90,7 @@ def _with_images(args: Namespace, tokenizer, config) -> tuple[torch.Tensor, dict
     text = Path(args.prompt_file).read_text(errors="replace").rstrip() + "\n\n" if args.prompt_file else ""
     content = [{"type": "image"}] * len(args.image) + [{"type": "text", "text": text + args.question}]
     prompt = chat_text(tokenizer, [{"role": "user", "content": content}])
-    tokens, images = ImagePrompts(folder)(prompt, [Path(name).read_bytes() for name in args.image])
+    tokens, images = ImagePrompts(folder)(prompt, [ImageFile(Path(name).read_bytes()) for name in args.image])
     return torch.tensor([tokens]), images
 
 

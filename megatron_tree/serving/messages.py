@@ -11,6 +11,8 @@ from ..generation.sampling import Strict
 
 # Fields of messages and their parts that clients send back or add, and that no template reads
 IGNORED = frozenset({"annotations", "cache_control", "provider_specific_fields"})
+MAX_PARTS = 1024  # of a message
+MAX_CALLS = 512
 
 
 class Lenient(Strict):
@@ -81,15 +83,18 @@ class ToolCall(Lenient):
         return {"id": self.id, "type": self.type, "function": function}
 
 
+Part = Annotated[TextPart | ImagePart | RefusalPart, Field(discriminator="type")]
+
+
 class ChatMessage(Lenient):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Annotated[TextPart | ImagePart | RefusalPart, Field(discriminator="type")]] | None = None
+    content: str | Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
     name: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] = Field(default_factory=list)
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_CALLS)] = Field(default_factory=list)
     tool_call_id: str | None = None
 
     @model_validator(mode="after")

@@ -22,6 +22,7 @@ from ..generation.speculation import NO_SPECULATION, Speculation
 from ..integrations import deepspeed as tree_deepspeed
 from ..integrations.transformers import models
 from ..integrations.transformers.architectures import check_cached
+from ..launching import together
 
 WAIT_HOURS = 24  # ranks wait for the plain model, or for a user
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -90,30 +91,32 @@ def _start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
     timeout_s = 60 * args.distributed_timeout_minutes
     tree_config = replace(default_config(), timeout_s=timeout_s)
     device = tree_deepspeed.init_distributed(timeout_s=timeout_s)
-    if args.cuda_graphs:
-        check_cuda_graphs(device_type=device.type, schedule="auto", config=tree_config)
     rank, world = dist.get_rank(), dist.get_world_size()
     group = dist.new_group(backend="gloo", timeout=timedelta(hours=WAIT_HOURS))
     models.hide_progress_bars()
     begun = time.perf_counter()
-    folder = models.model_folder(args.model)
-    tokenizer = models.load_tokenizer(folder)
-    config = models.load_config(folder)
-    check_cached(config)
-    prepared = prepare(tokenizer, config)
+    with together(args, group, timeout_s=timeout_s):
+        if args.cuda_graphs:
+            check_cuda_graphs(device_type=device.type, schedule="auto", config=tree_config)
+        folder = models.model_folder(args.model)
+        tokenizer = models.load_tokenizer(folder)
+        config = models.load_config(folder)
+        check_cached(config)
+        prepared = prepare(tokenizer, config)
     dtype = DTYPES.get(args.dtype) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
-    model = folder if args.weights == "sharded" else models.load_model(folder, dtype)  # a rank reads its pieces only
-    engine = tree_deepspeed.init_inference(
-        model,
-        tp_size=args.tensor_model_parallel_size,
-        weights=args.weights,
-        dtype=dtype,
-        cache_dtype=args.cache_dtype,
-        prefill_chunk=args.prefill_chunk or _served_chunk(device, world // args.tensor_model_parallel_size),
-        tree_config=tree_config,
-        cuda_graphs=args.cuda_graphs,
-    )
-    comm.all_reduce(torch.zeros(1), group, timeout_s=timeout_s)  # all are here, or the missing ones are named
+    with comm.monitored("the start"):
+        model = folder if args.weights == "sharded" else models.load_model(folder, dtype)  # reads its pieces only
+        engine = tree_deepspeed.init_inference(
+            model,
+            tp_size=args.tensor_model_parallel_size,
+            weights=args.weights,
+            dtype=dtype,
+            cache_dtype=args.cache_dtype,
+            prefill_chunk=args.prefill_chunk or _served_chunk(device, world // args.tensor_model_parallel_size),
+            tree_config=tree_config,
+            cuda_graphs=args.cuda_graphs,
+        )
+        comm.all_reduce(torch.zeros(1), group, timeout_s=timeout_s)  # all are here, or the missing ones are named
     if rank == 0:
         cache = "" if args.cache_dtype == "auto" else f" in {args.cache_dtype}"
         shared = f"the cache{cache} over {engine.sp_size}, the weights over {engine.tp_size}"

@@ -6,17 +6,22 @@ from typing import Any
 
 from ..files import check_text
 
+MOST_VALUES = 100_000  # that a template may have to walk through: a second
+
 
 def chat_text(tokenizer, messages: list[dict[str, Any]], /, **options) -> str:
     """The text that the model's chat template makes of messages, up to where the answer begins.
 
     options: for the template, such as tools.
-    Raises: ValueError for invalid Unicode, and for whatever the template, code that comes with the model, refuses.
+    Raises: ValueError for invalid Unicode, for too many values, and for whatever the template, code that comes with the
+        model, refuses.
     """
     options = {"add_generation_prompt": True, **options}
-    waiting = [messages, options]
+    waiting, seen = [messages, options], 0
     while waiting:
-        value = waiting.pop()
+        value, seen = waiting.pop(), seen + 1
+        if seen + len(waiting) > MOST_VALUES:
+            raise ValueError(f"messages: they, tools and options have more than {MOST_VALUES:,} values: send fewer")
         check_text("messages", value)
         if isinstance(value, dict | list):
             waiting += [*value, *value.values()] if isinstance(value, dict) else value

@@ -12,6 +12,7 @@ from support.ranks import run_distributed
 
 pytest.importorskip("transformers")
 
+from megatron_tree.files import NotWritten
 from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.generation.scheduler import Scheduler
 from megatron_tree.serving.batch import BatchOptions, BatchResult, run_batch
@@ -163,7 +164,7 @@ def test_bad_lines_are_told_with_their_numbers_on_all_ranks_before_anything_runs
 def test_files_that_can_not_be_used(files, tmp_path):
     with pytest.raises(FileNotFoundError):
         _run((str(tmp_path / "none"), files[1]))
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(NotWritten, match="none can't be written to: out is not written"):
         _run((files[0], str(tmp_path / "none" / "out")))
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(ValueError, match="holds no requests"):

@@ -1,6 +1,7 @@
 """What programs written for OpenAI's client do: answers sent back, tools, forms of answers, other servers' options."""
 
 import json
+import time
 from typing import Literal
 
 import pytest
@@ -193,7 +194,7 @@ def _form(schema):
     ("options", "words"),
     [
         ({"response_format": {"type": "json_schema"}}, "json_schema belongs to the type"),
-        ({"response_format": _form({"type": "string", "pattern": "("})}, "unclosed group"),
+        ({"response_format": _form({"type": "string", "pattern": "("})}, "regex parse error"),
         ({"response_format": _form({"$ref": "http://127.0.0.1:9/x"})}, "does not fetch"),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ends with it"),
     ],
@@ -201,6 +202,20 @@ def _form(schema):
 def test_forms_that_are_refused(complete, options, words):
     pytest.importorskip("llguidance")
     assert _bad(complete, words, extra_body=options).code == "invalid_value"
+
+
+def test_calls_in_long_texts_are_found_in_time_in_proportion():
+    """CPU seconds; in pieces of one letter, and as a whole, 400,000 letters once took minutes."""
+    began = time.process_time()
+    for text in ('{"name": "' + "x" * 400_000, "y" * 400_000):
+        for options in ({}, {"forced": True}):
+            assert _in_pieces(text, 1, **options) == _in_pieces(text, len(text), **options) == (text, [])
+    assert time.process_time() - began < 30
+
+
+def test_marks_in_the_arguments_of_a_forced_call():
+    text = '[{"name": "f", "arguments": {"a": "<tool_call>b</tool_call>"}}]'
+    assert _in_pieces(text, 3, forced=True) == ("", [("f", {"a": "<tool_call>b</tool_call>"})])
 
 
 def test_bias(complete):

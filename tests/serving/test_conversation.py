@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from support.limits import files_of_at_most
 from support.ranks import largest, run_distributed
 
 pytest.importorskip("transformers")
@@ -142,6 +143,16 @@ def test_the_chat_is_the_same_on_any_number_of_ranks(tmp_path, capsys):
     assert "tokens prefilled in" in said.out and "> still there?" in said.out
     assert len(alone) == len("<user>still there?\n<assistant>") + GREEDY.max_tokens - 1
     assert run_distributed(_chat, 2, str(tmp_path / "lines")) == [alone] * 2
+
+
+def test_a_chat_that_can_not_be_saved_goes_on(tmp_path, capsys):
+    (tmp_path / "lines").write_text(f"{'hello ' * 30}\n/save {tmp_path / 'saved'}\n/save {tmp_path}/no/where\n/quit")
+    with files_of_at_most(100):
+        _chat(0, 1, str(tmp_path / "lines"))
+    said = capsys.readouterr().err
+    assert f"no space left on {tmp_path}: saved is not written (File too large)\n" in said
+    assert f"{tmp_path}/no can't be written to: where is not written (No such file or directory)\n" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["lines"]
 
 
 def test_lines_that_come_slowly():

@@ -1,10 +1,13 @@
 """Images in the server and in generate: data URLs and files through the model's own processor."""
 
 import base64
+import concurrent.futures
 import contextlib
 import io
 import json
 import socket
+import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -22,20 +25,14 @@ from PIL import Image
 import transformers
 from megatron_tree.generation.requests import Request
 from megatron_tree.generation.sampling import SamplingParams
-from megatron_tree.integrations import transformers as tree_hf
 from megatron_tree.integrations.transformers.models import load_config, load_model, takes_images
 from megatron_tree.serving import images
-from megatron_tree.serving.http import wire
-from megatron_tree.serving.images import ImagePrompts, from_data_url
-from support.byte_tokens import byte_tokenizer
-from support.hf_images import image_model
-from support.http_server import serving
+from megatron_tree.serving.http import prompts, wire
+from megatron_tree.serving.images import ImageFile, ImagePrompts, from_data_url
+from support.http_server import serving, until
+from support.llava import llava_runner, save_llava
 from support.ranks import run_distributed
 
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
-    "{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}[assistant]"
-)
 PART = {"type": "text", "text": "what?"}
 
 
@@ -52,35 +49,20 @@ def _part(data):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Of a LLaVA, whose processor needs Pillow only."""
-    folder, tokenizer = tmp_path_factory.mktemp("llava"), byte_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    tokenizer.chat_template = TEMPLATE
-    size = {"height": 16, "width": 16}
-    pictures = transformers.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=size)
-    processor = transformers.LlavaProcessor(
-        pictures, tokenizer, 4, "default", TEMPLATE, num_additional_image_tokens=1
-    )  # tokens: 16
-    processor.save_pretrained(folder)
-    text = {"vocab_size": 264, "max_position_embeddings": 256, "eos_token_id": 0, "bos_token_id": None}
-    model = image_model("llava", torch.float32, text=text, image_token_id=tokenizer.convert_tokens_to_ids("<image>"))
-    model.generation_config.eos_token_id = None
-    model.save_pretrained(folder)
+    folder = tmp_path_factory.mktemp("llava")
+    save_llava(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def server(folder):
-    model = load_model(folder, torch.float32)
-    model.set_attn_implementation({"text_config": "tree", "vision_config": "sdpa"})
-    runner = tree_hf.Runner(model, tree_hf.TreeCache(model.config), chunk_size=16)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    with serving(None, tokenizer, runner=runner, images=ImagePrompts(folder)) as server:
+    with serving(None, tokenizer, runner=llava_runner(folder), images=ImagePrompts(folder)) as server:
         yield server
 
 
 def _wanted(folder, text, files):
-    tokens, inputs = ImagePrompts(folder)(text, files)
+    tokens, inputs = ImagePrompts(folder)(text, list(map(ImageFile, files)))
     model = load_model(folder, torch.float32)
     ids = torch.tensor([tokens])
     found = model.generate(input_ids=ids, **inputs, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
@@ -122,13 +104,82 @@ def test_addresses_and_data_that_are_no_images_are_refused(server, url, what):
 def test_placeholders_in_a_text_and_images_too_large_are_refused(folder, monkeypatch):
     read = ImagePrompts(folder)
     with pytest.raises(ValueError, match="refuses them.*2 <image> tokens"):
-        read("<image><image>", [_file("red")])
+        read("<image><image>", [ImageFile(_file("red"))])
     with pytest.raises(ValueError, match="65 images are more than 64"):
-        read("<image>" * 65, [b""] * 65)
-    monkeypatch.setattr(images, "MOST_PIXELS", 300)
-    with pytest.raises(ValueError, match="20 x 16 is too large"):
-        read("<image>", [_file("red")])
-    assert from_data_url("data:image/gif;base64,aGk=") == b"hi"
+        read("<image>" * 65, [ImageFile(b"")] * 65)
+    monkeypatch.setattr(images, "MOST_PIXELS", 700)
+    assert len(read("<image>" * 2, [ImageFile(_file("red"))] * 2)[0]) == 32
+    with pytest.raises(ValueError, match=r"960 pixels in all \(20 x 16, 20 x 16, 20 x 16\) are more than 700"):
+        read("<image>" * 3, [ImageFile(_file("red"))] * 3)
+    assert from_data_url("data:image/gif;base64,aGk=") == (b"hi", "GIF")
+
+
+def _header_of(data, kind):
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def test_only_the_format_that_the_header_names_is_read(folder, monkeypatch):
+    """Pillow's reader of EPS starts a program."""
+    started = []
+    monkeypatch.setattr(subprocess, "Popen", lambda *command, **_: started.append(command))
+    monkeypatch.setattr(subprocess, "check_call", lambda *command, **_: started.append(command))
+    read, eps = ImagePrompts(folder), io.BytesIO()
+    Image.new("RGB", (20, 16), "red").save(eps, "EPS")
+    for data, kind, what in (
+        (eps.getvalue(), "png", "no PNG"),
+        (eps.getvalue(), "x-eps", "'image/x-eps' is not supported: send one of image/png"),
+        (_file("red"), "jpeg", "no JPEG"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            read("<image>", [from_data_url(_header_of(data, kind))])
+    with pytest.raises(ValueError, match="no GIF or JPEG or PNG or WEBP"):
+        read("<image>", [ImageFile(eps.getvalue())])
+    assert not started
+    for kind in ("png", "jpeg", "webp", "gif"):
+        file = io.BytesIO()
+        Image.new("RGB", (20, 16), "red").save(file, kind)
+        assert len(read("<image>", [from_data_url(_header_of(file.getvalue(), kind))])[0]) == 16
+
+
+def test_texts_do_not_wait_for_images(server, monkeypatch):
+    begun, go_on, opened = threading.Event(), threading.Event(), images._opened
+
+    def slowly(file):
+        begun.set()
+        assert go_on.wait(60)
+        return opened(file)
+
+    monkeypatch.setattr(images, "_opened", slowly)
+    monkeypatch.setattr(prompts, "MOST_IMAGE_PROMPTS", 1)
+    client, asked = server.client(), {"model": "tiny", "max_tokens": 2, "temperature": 0}
+    picture = [{"role": "user", "content": [_part(_file("red"))]}]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waits = pool.submit(client.chat.completions.create, messages=picture, **asked)
+        try:
+            assert begun.wait(60)
+            assert client.chat.completions.create(messages=[{"role": "user", "content": "why?"}], **asked).choices
+            assert client.completions.create(prompt="a", **asked).choices
+            with pytest.raises(openai.InternalServerError, match="wait until their images are prepared") as refused:
+                client.chat.completions.create(messages=picture, **asked)
+            assert refused.value.status_code == 503 and refused.value.response.headers["Retry-After"] == "2"
+        finally:
+            go_on.set()
+        assert waits.result().choices
+
+
+def test_images_of_all_requests_are_bounded(server, monkeypatch):
+    frontend = server.service.frontend
+    monkeypatch.setattr("megatron_tree.serving.http.frontend.MOST_IMAGE_BYTES", 100)
+    client, asked = server.client(), {"model": "tiny", "max_tokens": 2, "temperature": 0}
+    picture = [{"role": "user", "content": [_part(_file("red"))]}]
+    assert client.chat.completions.create(messages=picture, **asked).choices, "a single one has what it needs"
+    until(lambda: not frontend._image_bytes)
+    release = frontend._hold(50)
+    with pytest.raises(openai.InternalServerError, match="images of other requests take all memory"):
+        client.chat.completions.create(messages=picture, **asked)
+    assert client.completions.create(prompt="a", **asked).choices
+    release()
+    assert client.chat.completions.create(messages=picture, **asked).choices
 
 
 def test_a_request_goes_to_ranks_in_other_processes_with_its_images():

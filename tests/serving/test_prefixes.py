@@ -1,5 +1,7 @@
 """Prompts that begin alike: their blocks are found again, kept while there is room, and change no token."""
 
+import dataclasses
+
 import pytest
 
 pytest.importorskip("transformers")
@@ -87,6 +89,21 @@ def test_later_questions_run_little_more_than_themselves(family):
             assert run == 93
         else:
             assert run <= 3 + BLOCK, run
+
+
+def test_prompts_are_shared_by_those_with_the_same_salt():
+    scheduler, _ = _scheduler(_model("deepseek_v3"))
+    question, cached = _questions(1)[0], []
+    for salt in ("", "a", "b", "a", "", "ab"):
+        events = []
+        asked = dataclasses.replace(question, salt=salt)
+        scheduler.submit(asked, events.append)
+        scheduler.run_until_idle()
+        assert tokens_of(events) == _want(question, "deepseek_v3")
+        cached.append(events[-1].usage.cached_tokens)
+    assert cached[:3] == [0, 0, 0] and cached[5] == 0 and min(cached[3:5]) >= 92 - BLOCK
+    answers = serve(scheduler, [dataclasses.replace(question, salt=salt) for salt in ("c", "d", "d")])
+    assert [events[-1].usage.cached_tokens for events in answers] == [0, 0, cached[3]], "rows under way, too"
 
 
 def test_questions_that_come_together_wait_for_the_first():

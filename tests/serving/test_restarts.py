@@ -1,6 +1,8 @@
 """Ranks that are started again: requests under way go on, and nothing of an answer is lost or repeated."""
 
+import concurrent.futures
 import os
+import signal
 import threading
 import urllib.error
 import urllib.request
@@ -17,9 +19,12 @@ import torch
 
 import transformers
 from megatron_tree.errors import CommError
+from megatron_tree.generation import planner
+from megatron_tree.generation.grammars import Grammars
 from megatron_tree.generation.requests import Request
 from megatron_tree.generation.scheduler import Scheduler
 from megatron_tree.serving.http import link, ranks, wire
+from megatron_tree.serving.http import server as http_server
 from megatron_tree.serving.http.app import Service
 from megatron_tree.serving.http.arguments import LINK, build_parser, check_arguments
 from megatron_tree.serving.http.frontend import Frontend
@@ -27,6 +32,7 @@ from megatron_tree.serving.http.link import Link
 from megatron_tree.serving.http.prompts import Prompts
 from megatron_tree.serving.http.ranks import Ranks, RanksError
 from megatron_tree.serving.http.server import bind, serve
+from megatron_tree.serving.http.signals import STOPPING
 from support.hf_models import SHAPE
 from support.http_server import COMPLETION, NAME, byte_model, byte_tokenizer, until
 from support.plain_runner import PlainRunner
@@ -36,8 +42,9 @@ from support.speculation import Told, speculation, whole
 
 
 @pytest.mark.parametrize("speculates", [False, True])
-def test_answers_that_another_scheduler_began_go_on(speculates):
+def test_answers_that_another_scheduler_began_go_on(speculates, monkeypatch):
     pytest.importorskip("llguidance")
+    monkeypatch.setattr(planner, "PATIENCE_S", 60.0)  # which rows take part in a step does not depend on the machine
     torch.manual_seed(1)
     config = transformers.LlamaConfig(**SHAPE | {"vocab_size": 257})
     model, tokenizer = transformers.AutoModelForCausalLM.from_config(config).eval(), byte_tokenizer()
@@ -136,7 +143,8 @@ class Supervised:
         self.ranks.start()
         until(lambda: self.ranks.run_once() and self.ranks.limits)
         self.service = Service(
-            frontend=Frontend(self.ranks), prompts=Prompts(byte_tokenizer(), **self.ranks.limits), models=(NAME,),
+            frontend=Frontend(self.ranks, Grammars(byte_tokenizer(), vocab_size=257)),
+            prompts=Prompts(byte_tokenizer(), **self.ranks.limits), models=(NAME,),
             request_timeout=60.0,
         )  # fmt: skip
         self._listener, self.failure, self._ready = bind("127.0.0.1", 0), None, threading.Event()
@@ -259,6 +267,138 @@ def test_a_rank_that_says_nothing_counts_as_lost(supervised, monkeypatch, caplog
     monkeypatch.setattr(wire, "LOAD_S", 0.1)
     assert "(restart 1): rank 0 has said nothing for 1 s" in caplog.text
     assert server.client.with_options(max_retries=9).completions.create(**COMPLETION).choices[0].text
+
+
+def test_an_answer_that_is_faster_than_the_word_that_it_was_taken(supervised, monkeypatch):
+    """Rank 0's thread that takes requests may be slower than its loop."""
+    ended, send = threading.Event(), Link._send
+
+    def late(self, what, *about):
+        if what == "taken":
+            assert ended.wait(60)
+        send(self, what, *about)
+        if what == "events":
+            ended.set()
+
+    monkeypatch.setattr(Link, "_send", late)
+    server = supervised([])
+    assert server.client.completions.create(**COMPLETION | {"max_tokens": 1}).choices[0].text
+    assert not server.ranks._open
+
+
+def _rank_0(monkeypatch):
+    """The ranks that are made from now on."""
+    made, init = [], ThreadRank.__init__
+    monkeypatch.setattr(ThreadRank, "__init__", lambda self, *a, **k: (made.append(self), init(self, *a, **k))[1])
+    return made
+
+
+def test_rank_0_refuses_what_comes_while_it_stops(supervised, monkeypatch):
+    made = _rank_0(monkeypatch)
+    server = supervised([])
+    stream = server.client.completions.create(**LONG, stream=True)
+    pieces = [next(stream)]
+    made[0].scheduler.stop(grace_s=60)  # as if the front end's word were on its way to other threads
+    with pytest.raises(openai.InternalServerError) as refused:
+        server.client.completions.create(**COMPLETION)
+    assert refused.value.status_code == 503 and refused.value.code == "shutting_down"
+    assert refused.value.response.headers["Retry-After"]
+    pieces += list(stream)
+    assert pieces[-1].choices[0].finish_reason == "length", "what was accepted is answered"
+
+
+def test_a_request_that_rank_0_has_not_read_when_it_ends_gets_a_503(supervised, monkeypatch):
+    made, take = _rank_0(monkeypatch), Link._take
+    server = supervised([])
+    monkeypatch.setattr(Link, "_take", lambda self, what, *about: what == "submit" or take(self, what, *about))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(server.client.completions.create, **COMPLETION)
+        until(lambda: server.ranks._open)
+        server.ask_to_stop("the test")
+        with pytest.raises(openai.InternalServerError) as refused:
+            waits.result()
+    assert refused.value.status_code == 503 and refused.value.response.headers["Retry-After"]
+    server.thread.join(60)
+    assert made and server.failure is None
+
+
+def test_a_request_that_rank_0_fails_on_is_not_the_end_of_others(supervised, monkeypatch):
+    read = wire.request_from_json
+
+    def broken(value):
+        if value["prompt"] == [1, 2, 3]:
+            raise TypeError("a bug")
+        return read(value)
+
+    monkeypatch.setattr(wire, "request_from_json", broken)
+    server = supervised([])
+    with pytest.raises(openai.InternalServerError, match="TypeError: a bug") as failed:
+        server.client.completions.create(**COMPLETION | {"prompt": [1, 2, 3]})
+    assert failed.value.status_code == 500
+    assert server.client.completions.create(**COMPLETION).choices[0].text
+
+
+def test_every_request_under_load_gets_its_answer_or_a_503(supervised):
+    server, found = supervised([]), []
+
+    def ask():
+        while True:
+            try:
+                server.client.completions.create(**COMPLETION | {"max_tokens": 3})
+                found.append((200, None))
+            except openai.APIStatusError as error:
+                found.append((error.status_code, error.response.headers.get("Retry-After")))
+            except openai.APIConnectionError:  # nobody listens
+                return
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        asking = [pool.submit(ask) for _ in range(16)]
+        until(lambda: found.count((200, None)) > 5)
+        server.ask_to_stop("the test")
+        for one in asking:
+            one.result()
+    server.thread.join(60)
+    assert server.failure is None
+    assert all(status == 200 or (status in (429, 503) and after) for status, after in found), found
+
+
+def test_signals_are_noted_and_no_more(monkeypatch):
+    """A handler may interrupt `Popen.wait`, whose lock is not reentrant."""
+    before = [signal.getsignal(number) for number in STOPPING]
+    lock, closed = threading.Lock(), []
+
+    class Starting:
+        def __init__(self, *args, **options):
+            self.limits = {}
+
+        def start(self):
+            pass
+
+        def run_once(self):
+            with lock:
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGTERM)
+
+        def close(self):
+            assert lock.acquire(timeout=10), "the handler waits for what it interrupted"
+            lock.release()
+            closed.append(True)
+
+    def leave(status):
+        raise SystemExit(status)
+
+    monkeypatch.setattr(http_server, "Ranks", Starting)
+    monkeypatch.setattr(http_server, "leave", leave)
+    monkeypatch.setattr(http_server.models, "load_tokenizer", lambda folder: None)
+    monkeypatch.setattr(http_server.models, "model_folder", lambda name: None)
+    args = build_parser().parse_args(["--ranks", "2", "--port", "0"])
+    try:
+        with pytest.raises(SystemExit) as left:
+            http_server.run_apart(args, [])
+    finally:
+        for number, handler in zip(STOPPING, before, strict=True):
+            signal.signal(number, handler)
+    assert left.value.code == 128 + signal.SIGINT and closed
 
 
 def test_options(monkeypatch):

@@ -235,6 +235,39 @@ def test_first_come_first_served(model):
     assert ended == [0, 1, 2, 3]
 
 
+def test_a_short_prompt_goes_before_the_next_chunk_of_a_long_one(model):
+    scheduler, runner = make_scheduler(model, chunk_size=8)
+    long, short = request(100, 3), request(5, 3)
+    told = [], []
+    scheduler.submit(long, told[0].append)
+    for _ in range(2):
+        scheduler.run_once()
+    scheduler.submit(short, told[1].append)
+    scheduler.run_once()
+    assert len(told[1]) == 1 and not told[0]
+    scheduler.run_until_idle()
+    for asked, events in zip((long, short), told, strict=True):
+        assert tokens_of(events) == plain(model, asked.prompt[None], 3)[0][0].tolist()
+    chunks = [call[2] for call in runner.calls if call[0] == "prefill" and len(call[2]) != 5]
+    assert chunks == [long.prompt[i : i + 8].tolist() for i in range(0, 100, 8)], "chunks don't depend on others"
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_short_prompts_do_not_keep_a_long_one_waiting(model, at_once):
+    scheduler, _ = make_scheduler(model, chunk_size=8)
+    long, short = [], []
+    scheduler.submit(request(100, 1), long.append)
+    turns = 0
+    while not long:
+        for _ in range(at_once):
+            scheduler.submit(request(5, 1), short.append)
+        scheduler.run_once()
+        turns += 1
+        assert turns <= 2 * 13
+    assert len(short) >= at_once * (turns // 2)
+    scheduler.run_until_idle()
+
+
 def test_python_calls_of_a_token():
     """Functions of Python and C that are called for 16 + 32 tokens: for each token of 24 rows, and of 16 rows more."""
     model, calls = tree_model("llama"), []

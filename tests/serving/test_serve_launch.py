@@ -3,16 +3,11 @@
 import concurrent.futures
 import contextlib
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
-import threading
 import time
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import pytest
 
@@ -24,9 +19,8 @@ pytest.importorskip("uvicorn")
 import openai
 
 from support.http_server import byte_model, byte_tokenizer
+from support.launched import KEY, launched, process_of
 
-REPO = Path(__file__).parents[2]
-KEY = "a-key-for-tests"
 PROMPT = "the quick brown fox jumps over the lazy dog and runs on through the wood until the night falls"
 
 
@@ -38,54 +32,13 @@ def folder(tmp_path_factory):
     return folder
 
 
-@contextlib.contextmanager
-def _launched(*arguments, launcher=True):
-    """(process, its lines so far, event set at the end of its output) of a server that listens; ended if need be.
-
-    launcher: two ranks, or else the arguments say how many.
-    """
-    env = os.environ | {
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": f"{REPO}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-        "PYTHONUNBUFFERED": "1",
-        "MEGATRON_TREE_API_KEY": KEY,
-        "STOP_SECONDS": "40",
-        "VIRTUAL_ENV": str(Path(sys.executable).parents[1]),
-    }
-    script = ["bash", REPO / "launch" / "deepspeed_local.sh", "-n", 2]
-    command = script if launcher else [sys.executable, "-m", "megatron_tree"]
-    command += ["serve", *arguments]
-    process = subprocess.Popen(
-        [str(part) for part in command], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    lines, serving, over = [], threading.Event(), threading.Event()
-
-    def read():
-        for line in process.stdout:
-            lines.append(line)
-            if line.startswith("serving "):
-                serving.set()
-        over.set()
-        serving.set()
-
-    threading.Thread(target=read, daemon=True).start()
-    try:
-        assert serving.wait(500), "".join(lines)
-        yield process, lines, over
-    finally:
-        process.terminate()
-        process.wait(200)
-        assert over.wait(60), "a process is left"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "said"), [("replicated", "over 2, the weights over 1"), ("sharded", "and the weights over all;")]
 )
 def test_two_ranks_serve_and_stop_in_order(folder, weights, said):
     options = ("--model", folder, "--port", 0, "--max-rows", 4, "--prefill-chunk", 64)
-    with _launched(*options, "--weights", weights) as (process, lines, over):
+    with launched(*options, "--weights", weights) as (process, lines, over):
         assert any(f"the cache {said}" in line for line in lines), "".join(lines)
         address = re.search(r"serving tiny at (\S+), up to 256 tokens, with an API key", "".join(lines))
         assert address, "".join(lines)
@@ -104,7 +57,7 @@ def test_two_ranks_serve_and_stop_in_order(folder, weights, said):
         stream = client.completions.create(model="tiny", prompt="x", max_tokens=250, temperature=0, stream=True,
                                            extra_body={"ignore_eos": True})  # fmt: skip
         pieces = [next(stream)]
-        _process_of(process.pid, 0).send_signal(signal.SIGTERM)
+        process_of(process.pid, 0).send_signal(signal.SIGTERM)
         pieces += list(stream)
         assert pieces[-1].choices[0].finish_reason == "length"
         assert over.wait(200)
@@ -113,27 +66,15 @@ def test_two_ranks_serve_and_stop_in_order(folder, weights, said):
         assert not [line for line in lines if "Traceback" in line]
 
 
-def _process_of(pid, rank):
-    """The process below pid that is this rank of serve.py."""
-    import psutil
-
-    (found,) = [
-        child
-        for child in psutil.Process(pid).children(recursive=True)
-        if child.environ().get("RANK") == str(rank) and "serve" in child.cmdline()
-    ]
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.parametrize("weights", ["replicated", "sharded"])
 def test_a_frozen_worker_is_named_and_seen_by_the_health_check(folder, weights):
     options = ("--model", folder, "--port", 0, "--wait-timeout", 9, "--weights", weights)
-    with _launched(*options) as (process, lines, _):
+    with launched(*options) as (process, lines, _):
         address = re.search(r"serving tiny at (\S+)/v1", "".join(lines))[1]
         client = openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=120)
-        worker = _process_of(process.pid, 1)
+        worker = process_of(process.pid, 1)
         health = [_health(address)]
         worker.suspend()
         try:
@@ -157,7 +98,7 @@ def test_a_frozen_worker_is_named_and_seen_by_the_health_check(folder, weights):
 @pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)])
 def test_an_answer_outlives_its_ranks(folder, rank, number):
     options = ("--ranks", 2, "--restarts", 1, "--model", folder, "--port", 0, "--wait-timeout", 4)
-    with _launched(*options, launcher=False) as (process, lines, over):
+    with launched(*options, launcher=False) as (process, lines, over):
         address = re.search(r"serving tiny at (\S+)/v1", "".join(lines))[1]
         client = openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=200)
         asked = {"model": "tiny", "prompt": "hello there", "max_tokens": 200, "temperature": 0}
@@ -167,7 +108,7 @@ def test_an_answer_outlives_its_ranks(folder, rank, number):
         for chunk in stream:
             pieces.append(chunk)
             if len(pieces) == 10:
-                _process_of(process.pid, rank).send_signal(number)
+                process_of(process.pid, rank).send_signal(number)
         assert "".join(chunk.choices[0].text for chunk in pieces) == whole.choices[0].text
         assert client.completions.create(**asked).choices[0].text == whole.choices[0].text
         assert _health(address) == (200, {"status": "ok"})

@@ -17,10 +17,11 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("transformers")
 
 from megatron_tree import comm
-from megatron_tree.serving.http import errors
+from megatron_tree.generation.grammars import Grammars
+from megatron_tree.serving.http import errors, frontend
 from megatron_tree.serving.http.errors import ApiError
 from megatron_tree.serving.http.prompts import Prompts
-from support.http_server import CHAT, COMPLETION, byte_model, byte_tokenizer, post, serving
+from support.http_server import CHAT, COMPLETION, byte_model, byte_tokenizer, post, serving, until
 
 TOKENIZER = byte_tokenizer()
 
@@ -117,20 +118,24 @@ def test_the_health_check_sees_a_turn_that_does_not_end(model, monkeypatch):
 
 def test_others_are_answered_while_a_grammar_is_compiled(model, monkeypatch):
     with serving(model, TOKENIZER) as server:
-        begun, done, check = threading.Event(), threading.Event(), server.scheduler.check
+        begun, done = threading.Semaphore(0), threading.Event()
 
-        def compiling(request):
-            if request.n == 2:
-                begun.set()
-                assert done.wait(60)
-            return check(request)
+        def compiling(grammars, schema):
+            begun.release()
+            assert done.wait(60)
+            raise ValueError("json_schema: too large")
 
-        monkeypatch.setattr(server.scheduler, "check", compiling)
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            waits = pool.submit(post, server, "/v1/completions", COMPLETION | {"n": 2})
+        monkeypatch.setattr(Grammars, "check", compiling)
+        monkeypatch.setattr(frontend, "MAX_CHECKED", 8)
+        formed = COMPLETION | {"response_format": {"type": "json_object"}}
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            waits = [pool.submit(post, server, "/v1/completions", formed) for _ in range(8)]
             try:
-                assert begun.wait(60)
+                assert all(begun.acquire(timeout=60) for _ in range(frontend.CHECKED_AT_ONCE))
+                until(lambda: server.service.frontend._num_checked == 8)
                 assert post(server, "/v1/completions", COMPLETION)[0] == 200
+                status, head, error = post(server, "/v1/completions", formed)
+                assert (status, error["code"]) == (429, "queue_full") and "retry-after" in head.lower()
             finally:
                 done.set()
-            assert waits.result()[0] == 200
+            assert all(wait.result()[0] == 400 for wait in waits)

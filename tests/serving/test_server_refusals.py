@@ -35,6 +35,12 @@ def server(model):
         yield server
 
 
+@pytest.fixture(scope="module")
+def guarded(model):
+    with serving(model, TOKENIZER, loopback_names_only=True) as server:
+        yield server
+
+
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
 BAD = [
     ("completion", {"nonsense": 1}, "nonsense", "unknown field"),
@@ -109,10 +115,69 @@ def test_the_key(model):
         assert post(server, "/health", {})[0] == 405, "needs no key"
 
 
-def test_other_names_are_refused_where_no_key_is_asked_for(model):
-    with serving(model, TOKENIZER, loopback_names_only=True) as server:
-        for name, status in (("localhost.evil.example", 403), ("localhost:8000", 200), ("[::1]:80", 200)):
-            assert post(server, "/v1/completions", COMPLETION, headers=[f"Host: {name}"])[0] == status
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [
+        ("localhost.evil.example", 403),
+        ("evil.example.", 403),
+        ("localhost..", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("localhost:8000", 200),
+        ("LOCALHOST", 200),
+        ("localhost.:80", 200),
+        ("[::1]:80", 200),
+    ],
+)
+def test_other_names_are_refused_where_no_key_is_asked_for(guarded, name, status):
+    assert post(guarded, "/v1/completions", COMPLETION, headers=[f"Host: {name}"])[0] == status
+
+
+def test_two_lengths_of_one_body_are_refused_and_the_connection_ends(guarded):
+    data = json.dumps(COMPLETION).encode()
+    chunked = b"%x\r\n%s\r\n0\r\n\r\n" % (len(data), data)
+    for length in (len(data), len(chunked), 0):
+        headers = ["Transfer-Encoding: chunked", f"Content-Length: {length}", "Connection: keep-alive"]
+        answer = raw(guarded, "/v1/completions", chunked + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
+                     headers=headers)  # fmt: skip
+        head, _, body = answer.partition("\r\n\r\n")
+        assert " 400 " in head and "connection: close" in head.lower()
+        assert "Content-Length and Transfer-Encoding exclude each other" in body and "HTTP/1.1" not in body
+    assert post(guarded, "/v1/completions", chunked, headers=["Transfer-Encoding: chunked"])[0] == 200
+
+
+def test_errors_are_reported_in_brief(server):
+    for change, words in (
+        ({"stop_token_ids": ["a"] * 9000}, "stop_token_ids: [0] must be a valid integer"),
+        ({"stop_token_ids": list(range(5000))}, "at most 4096 items"),
+        ({"logit_bias": {str(i): 0 for i in range(5000)}}, "must have at most 4,096 tokens, not 5,000"),
+        ({"logit_bias": {str(i): "x" for i in range(4000)}}, "[3] must be a valid number, and 3996 more"),
+        ({"stop": ["a"] * 9000}, "at most 16 items"),
+        ({"prompt": [[1]] * 9000}, "at most 256 items"),
+        ({"prompt": "x", **{f"field{i}": 1 for i in range(9000)}}, "the body has 9,004 fields, more than 100"),
+        ({"field" * 9000: 1}, "unknown field"),
+    ):
+        status, _, error = post(server, "/v1/completions", COMPLETION | change)
+        assert status == 400 and words in error["message"] and len(error["message"]) < 2100, error
+    status, _, error = post(server, "/v1/completions", COMPLETION | {"model": "x" * 100_000})
+    assert status == 404 and len(error["message"]) < 2100
+    many = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"x": [0] * 200_000}}
+    status, _, error = post(server, "/v1/chat/completions", CHAT | many)
+    assert status == 400 and "more than 100,000 values" in error["message"]
+
+
+def test_bodies_that_are_no_json_objects(server):
+    for body, words in (
+        (b"[1, 2]", "must be a JSON object"),
+        (b'"text"', "must be a JSON object"),
+        (b"{", "not valid JSON"),
+        (b"\xff\xfe{", "not valid JSON"),
+        (b"[" * 200_000, "not valid JSON"),
+        (b"[" + b"1," * (1 << 21) + b"1,1]", "commas"),
+    ):
+        status, _, error = post(server, "/v1/completions", body)
+        assert status == 400 and words in error["message"], body[:20]
+    head, _, answer = raw(server, "/v1/completions", b"{}", headers=["Content-Type: text/plain"]).partition("\r\n\r\n")
+    assert " 400 " in head and "Content-Type: application/json" in answer
 
 
 def test_stops_in_order(model):

@@ -6,17 +6,15 @@ import pytest
 
 pytest.importorskip("transformers")
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import transformers
 from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.generation.stopping import Detokenizer, Stopper, StopTexts, decode
+from support.word_tokens import word_tokenizer
 
 TEXT = "Grüße, 世界! 👩‍🔬 na\u00efve \ufffd x  y\n"
-
-
-def _fast(tokenizer):
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
 
 
 def _bytes_of_gpt2():
@@ -24,21 +22,11 @@ def _bytes_of_gpt2():
     vocab = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE({**vocab, "<end>": 256}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return _fast(tokenizer)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
 
 
-def _bytes_of_llama():
-    """Words with a mark for the space before them, and bytes for what is no word; the first space is dropped."""
-    words = ["▁Hello", "▁world", "▁", "!", "ing", "<end>"]
-    vocab = {token: i for i, token in enumerate(words + [f"<0x{i:02X}>" for i in range(256)])}
-    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    tokenizer.decoder = decoders.Sequence(steps)
-    return _fast(tokenizer)
-
-
-def _pieces(tokenizer, tokens):
-    detokenizer = Detokenizer(tokenizer)
+def _pieces(tokenizer, tokens, before=()):
+    detokenizer = Detokenizer(tokenizer, before)
     return [detokenizer.add(token) for token in tokens], detokenizer.flush()
 
 
@@ -59,25 +47,50 @@ def test_any_tokens_add_up_to_their_text():
 
 def test_words_and_bytes_add_up_to_their_text():
     """Where the bytes make characters; in a run of such tokens, one bad byte turns all of them into bad ones."""
-    tokenizer, draw = _bytes_of_llama(), random.Random(3)
+    tokenizer, draw = word_tokenizer(), random.Random(3)
     for _ in range(60):
-        words = [draw.choice(("▁Hello", "▁world", "▁", "!", "ing", "<end>", *"ü€👍<a")) for _ in range(12)]
+        words = [draw.choice(("▁Paris", "▁a", "▁", "!", "x", "</s>", "<s>", *"ü€👍")) for _ in range(12)]
         known = tokenizer.get_vocab()
         cut = [[word] if word in known else [f"<0x{byte:02X}>" for byte in word.encode()] for word in words]
         _check_sum(tokenizer, [known[token] for tokens in cut for token in tokens])
 
 
 def _check_sum(tokenizer, tokens):
-    pieces, rest = _pieces(tokenizer, tokens)
-    assert "".join(pieces) + rest == decode(tokenizer, tokens)
-    assert not any(piece.endswith("\ufffd") for piece in pieces)
+    """Alone, and behind each beginning whose text the rest does not change."""
+    for cut in range(len(tokens)):
+        before, whole = decode(tokenizer, tokens[:cut]), decode(tokenizer, tokens)
+        if not whole.startswith(before):
+            continue
+        pieces, rest = _pieces(tokenizer, tokens[cut:], torch.tensor(tokens[:cut], dtype=torch.int64))
+        assert "".join(pieces) + rest == whole.removeprefix(before), tokens
+        assert not any(piece.endswith("\ufffd") for piece in pieces)
 
 
 def test_spaces_between_words_stay():
-    tokenizer = _bytes_of_llama()
+    tokenizer = word_tokenizer()
     number = tokenizer.convert_tokens_to_ids
-    tokens = [number(t) for t in ("▁Hello", "<end>", "▁world", "ing", "<0xE2>", "<0x82>", "<0xAC>", "▁", "!")]
-    assert _pieces(tokenizer, tokens) == (["Hello", "", " world", "ing", "", "", "€", " ", "!"], "")
+    tokens = [number(t) for t in ("▁The", "</s>", "▁Paris", "x", "<0xE2>", "<0x82>", "<0xAC>", "▁", "!")]
+    assert _pieces(tokenizer, tokens) == (["The", "", " Paris", "x", "", "", "€", " ", "!"], "")
+    for special in (0, 30):  # in front of the text: they make it neither begin nor continue
+        before = [number("▁Paris"), *[number("</s>")] * special]
+        assert _pieces(tokenizer, tokens[:1], before) == ([" The"], "")
+        assert _pieces(tokenizer, tokens[:1], before[1:]) == (["The"], "")
+
+
+def test_bytes_that_are_no_characters_do_not_change_what_was_told():
+    """A decoder that makes a whole run of bytes bad because of one."""
+    tokenizer, draw = word_tokenizer(), random.Random(4)
+    number = tokenizer.convert_tokens_to_ids
+    tokens = [number(t) for t in ("▁a", "<0xE2>", "<0x82>", "<0xAC>", "<0xFF>", "▁Paris", "▁is")]
+    assert _pieces(tokenizer, tokens) == (["a", "", "", "€", "", "\ufffd Paris", " is"], "")
+    for _ in range(40):
+        some = [number(f"<0x{draw.choice((0xE2, 0x82, 0xAC, 0xFF)):02X}>") for _ in range(9)]
+        pieces, rest = _pieces(tokenizer, [*some, number("▁Paris"), number("▁is")])
+        assert pieces[-2].endswith(" Paris") and pieces[-1] == " is" and not rest
+    for kind, some in ((tokenizer, number("<0x80>")), (_bytes_of_gpt2(), 100)):
+        assert decode(kind, [some]) == "\ufffd"
+        pieces, rest = _pieces(kind, [some] * 100)
+        assert "".join(pieces) + rest == "\ufffd" * 100 and len(rest) < 40, "bytes wait for ever"
 
 
 def _first_end(text, stops):

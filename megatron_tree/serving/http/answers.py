@@ -8,70 +8,19 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ...generation.requests import Event
-from ...generation.sampler import Choice
 from .errors import ApiError, timed_out
 from .frontend import Ticket
+from .token_texts import Echo, Placed, TokenTexts, Walk, chosen
 from .tools import ToolText
 
 GONE = 499  # never read: the client closed the connection
-
-
-class TokenTexts:
-    """Log-probabilities of single tokens in OpenAI's two forms; tokens are given as the text they decode to."""
-
-    def __init__(self, tokenizer):
-        self._tokenizer = tokenizer
-        self._known: dict[int, str] = {}
-
-    def text(self, token: int) -> str:
-        """What one token alone decodes to; U+FFFD stands for parts of a character."""
-        if token not in self._known:
-            self._known[token] = self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
-        return self._known[token]
-
-    def whole(self, tokens: list[int]) -> str:
-        """What all of these decode to together."""
-        return self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
-
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.text(token)
-        utf8 = None if "\ufffd" in text else list(text.encode())
-        return {"token": text, "logprob": logprob, "bytes": utf8}
-
-    def chat(self, events: list[Event]) -> dict[str, Any]:
-        """Of all events with a log-probability."""
-        content = [
-            self._entry(e.token, e.logprob) | {"top_logprobs": [self._entry(*pair) for pair in e.top_logprobs]}
-            for e in events
-            if e.logprob is not None
-        ]
-        return {"content": content, "refusal": None}
-
-    def completion(self, tokens: list[Choice], offset: int) -> dict[str, Any]:
-        """The same for /v1/completions; offset: characters of earlier tokens. A prompt's first token has none."""
-        texts, offsets, tops = [self.text(choice.token) for choice in tokens], [], []
-        for text, choice in zip(texts, tokens, strict=True):
-            offsets.append(offset)
-            offset += len(text)
-            tops.append(None if choice.logprob is None else {})
-            for token, logprob in choice.top_logprobs:  # most likely first: it wins if two tokens have the same text
-                tops[-1].setdefault(self.text(token), logprob)
-        logprobs = [choice.logprob for choice in tokens]
-        return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
-
-
-class Echo(NamedTuple):
-    """What is repeated in front of the answers to a prompt."""
-
-    text: str
-    tokens: list[int]
 
 
 class Form:
@@ -83,6 +32,7 @@ class Form:
     def __init__(self, *, model: str, tokens: TokenTexts, logprobs: bool, include_usage: bool = False):
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self.tokens, self.wants_logprobs, self._include_usage = tokens, logprobs, include_usage
+        self._walks: dict[int, Walk] = {}
 
     def whole(self, choices: list[list[Event]], usage: dict[str, Any]) -> dict[str, Any]:
         """The complete answer; choices: the events of every choice."""
@@ -115,20 +65,40 @@ class Form:
     def _delta(self, index: int, event: Event) -> dict[str, Any]:
         return self._choice(index, [event])
 
+    def _walk(self, index: int) -> Walk:
+        """Of a choice, whose text begins anew."""
+        return self.tokens.walk(())
+
+    def _placed(self, index: int, events: list[Event]) -> list[Placed]:
+        """The tokens of a choice that have a log-probability."""
+        if index not in self._walks:
+            self._walks[index] = self._walk(index)
+        walk, events = self._walks[index], [event for event in events if event.logprob is not None]
+        return [(chosen(event), walk.place(event.token)) for event in events]
+
 
 class CompletionForm(Form):
     """/v1/completions.
 
-    echo: every prompt, to be put in front of its n answers. nothing_new: the answers' own tokens are left out.
+    continued: the prompts; each has n answers. echo: what is put in front of them. nothing_new: the answers'
+    own tokens are left out.
     """
 
     prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
 
-    def __init__(self, *, echo: list[Echo] | None = None, n: int = 1, nothing_new: bool = False, **options):
+    def __init__(
+        self,
+        *,
+        continued: list[list[int]],
+        echo: list[Echo] | None = None,
+        n: int = 1,
+        nothing_new: bool = False,
+        **options,
+    ):
         super().__init__(**options)
-        self._echo, self._n, self._nothing_new = echo, n, nothing_new
-        self._offsets: dict[int, int] = {}
+        self._prompts, self._echo, self._n, self._nothing_new = continued, echo, n, nothing_new
+        self._begun: set[int] = set()  # choices
 
     def whole(self, choices: list[list[Event]], usage: dict[str, Any]) -> dict[str, Any]:
         return super().whole(choices, self._used(usage))
@@ -142,20 +112,23 @@ class CompletionForm(Form):
         return usage | {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
 
     def _choice(self, index: int, events: list[Event]) -> dict[str, Any]:
-        text, tokens = "", []
-        if self._echo is not None and index not in self._offsets:
-            text, prompt = self._echo[index // self._n]
-            tokens += [Choice(prompt[0]), *(events[0].prompt_logprobs or ())]
+        text, placed = "", []
+        if self._echo is not None and index not in self._begun:
+            self._begun.add(index)
+            echo = self._echo[index // self._n]
+            text = echo.text
+            if self.wants_logprobs:
+                placed += echo.placed(events[0].prompt_logprobs)
         if not self._nothing_new:
             text += _text(events)
-            tokens += [Choice(e.token, e.logprob, e.top_logprobs) for e in events if e.logprob is not None]
-        offset = self._offsets.setdefault(index, 0)
-        logprobs = None
-        if self.wants_logprobs:
-            logprobs = self.tokens.completion(tokens, offset)
-            self._offsets[index] += sum(map(len, logprobs["tokens"]))
-        end = {"logprobs": logprobs, "finish_reason": events[-1].finish_reason}
-        return {"index": index, "text": text, **end}
+            placed += self._placed(index, events)
+        logprobs = self.tokens.completion(placed) if self.wants_logprobs else None
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": events[-1].finish_reason}
+
+    def _walk(self, index: int) -> Walk:
+        number = index // self._n
+        offset = 0 if self._echo is None else len(self._echo[number].text)
+        return self.tokens.walk(self._prompts[number], offset)
 
 
 class ChatForm(Form):
@@ -176,14 +149,14 @@ class ChatForm(Form):
         message = {"role": "assistant", "content": text, "refusal": None}
         if calls:
             message |= {"content": text or None, "tool_calls": calls}
-        return {"index": index, "message": message, **self._end(events, calls)}
+        return {"index": index, "message": message, **self._end(index, events, calls)}
 
     def _delta(self, index: int, event: Event) -> dict[str, Any]:
         text, calls = self._read(index, [event])
         delta = {"content": text} if text else {}
         if calls:
             delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-        return {"index": index, "delta": delta, **self._end([event], calls)}
+        return {"index": index, "delta": delta, **self._end(index, [event], calls)}
 
     def _read(self, index: int, events: list[Event]) -> tuple[str, list[dict[str, Any]]]:
         """(text, tool calls)."""
@@ -197,8 +170,8 @@ class ChatForm(Form):
         rest, calls = tool_text.finish()
         return text + rest, calls
 
-    def _end(self, events: list[Event], calls: list[dict[str, Any]]) -> dict[str, Any]:
-        logprobs = self.tokens.chat(events) if self.wants_logprobs else None
+    def _end(self, index: int, events: list[Event], calls: list[dict[str, Any]]) -> dict[str, Any]:
+        logprobs = self.tokens.chat(self._placed(index, events)) if self.wants_logprobs else None
         reason = events[-1].finish_reason
         return {"logprobs": logprobs, "finish_reason": "tool_calls" if calls and reason == "stop" else reason}
 

@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi import Depends, FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
-from ...generation.sampling import first_fault
 from ...log import logger
 from . import responses_request
 from .answers import ChatForm, CompletionForm, Form, respond
-from .errors import TOO_MUCH, ApiError, failed
+from .bodies import body_of
+from .errors import ApiError, failed
 from .frontend import Frontend
-from .guard import Guard
+from .guard import Guard, token_of
 from .metrics import CONTENT_TYPE
 from .prompts import Prompts
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest
 from .responses_answer import ResponseForm
 from .responses_request import ResponseRequest, renamed
 from .tools import ToolText
+
+ChatBody = Annotated[ChatRequest, Depends(body_of(ChatRequest))]
+ResponseBody = Annotated[ResponseRequest, Depends(body_of(ResponseRequest))]
+CompletionBody = Annotated[CompletionRequest, Depends(body_of(CompletionRequest))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +60,7 @@ def create_app(service: Service) -> FastAPI:
         title="megatron_tree",
         docs_url=None,  # its page loads scripts from elsewhere
         redoc_url=None,
+        openapi_url=None,  # bodies are read by `body_of`
     )
     app.add_middleware(Guard, api_keys=service.api_keys, loopback_names_only=service.loopback_names_only)
     _add_error_handlers(app)
@@ -78,25 +84,26 @@ def create_app(service: Service) -> FastAPI:
         return service.model_entry(name)
 
     @app.post("/v1/chat/completions")
-    async def chat(body: ChatRequest, request: Request) -> Response:
+    async def chat(body: ChatBody, request: Request) -> Response:
         _check_model(service, body.model)
         prompt, images = await service.prompts.of_chat(body)
-        return await _answer(service, request, body, [prompt], ChatForm, images=images, tools=_tool_text(body))
+        options = {"images": images, "tools": _tool_text(body), "continues": body.continue_final_message}
+        return await _answer(service, request, body, [prompt], ChatForm, **options)
 
     @app.post(responses_request.PATH)
-    async def responses(body: ResponseRequest, request: Request) -> Response:
+    async def responses(body: ResponseBody, request: Request) -> Response:
         _check_model(service, body.model)
         prompt, images = await service.prompts.of_chat(body)
         options = {"images": images, "tools": _tool_text(body), "asked": body.asked}
         return await _answer(service, request, body, [prompt], ResponseForm, **options)
 
     @app.post("/v1/completions")
-    async def completions(body: CompletionRequest, request: Request) -> Response:
+    async def completions(body: CompletionBody, request: Request) -> Response:
         _check_model(service, body.model)
         prompts = await service.prompts.of_completion(body)
-        echo = service.prompts.echo(body, prompts) if body.echo else None
-        options = {"echo": echo, "n": body.n, "nothing_new": not body.max_tokens}
-        return await _answer(service, request, body, prompts, CompletionForm, **options)
+        echo = await service.prompts.echo(body, prompts) if body.echo else None
+        options = {"continued": prompts, "echo": echo, "n": body.n, "nothing_new": not body.max_tokens}
+        return await _answer(service, request, body, prompts, CompletionForm, continues=True, **options)
 
     return app
 
@@ -115,13 +122,22 @@ async def _answer(
     prompts: list[list[int]],
     form: type[Form],
     images=None,
+    continues=False,
     **options,
 ) -> Response:
     limits = [service.prompts.max_tokens(prompt, body.limit) for prompt in prompts]
-    ticket = await service.frontend.submit(prompts, [body.sampling(limit) for limit in limits], body.n, images)
+    sampling = {limit: body.sampling(limit) for limit in set(limits)}  # one for all prompts of a completion
+    salt = _salt(token_of(request.headers) if service.api_keys else "", body.cache_salt or "")
+    each = [sampling[limit] for limit in limits]
+    ticket = await service.frontend.submit(prompts, each, n=body.n, salt=salt, images=images, continues=continues)
     made = form(model=body.model, tokens=service.prompts.token_texts, logprobs=body.top_logprobs_wanted is not None,
                 include_usage=body.include_usage, **options)  # fmt: skip
     return await respond(request, ticket, made, stream=body.stream, timeout=service.request_timeout)
+
+
+def _salt(key: str, salt: str) -> str:
+    """Of a client's prompts: its key and its own salt, but not to be read from it."""
+    return hashlib.sha256(json.dumps([key, salt]).encode()).hexdigest() if key or salt else ""
 
 
 def _tool_text(body: ChatRequest) -> Callable[[], ToolText] | None:
@@ -138,16 +154,8 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def api_error(request: Request, error: ApiError) -> Response:
         return (renamed(error) if request.url.path == responses_request.PATH else error).response()
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return await api_error(request, invalid_request(error))
-
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        if error.status_code in TOO_MUCH:
-            return TOO_MUCH[error.status_code].response()
-        if error.status_code == 400 and error.__cause__ is not None:  # by FastAPI, for what json.loads raises
-            return ApiError(400, f"the body is not valid JSON: {error.__cause__}").response()
         message = str(error.detail)
         if error.status_code in (404, 405):
             message = f"{request.method} {request.url.path}: {message}; docs/serving.md lists what is served"
@@ -157,22 +165,3 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def unexpected(request: Request, error: Exception) -> Response:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return failed(f"the server failed on this request: {type(error).__name__}; see its log").response()
-
-
-def invalid_request(error: RequestValidationError) -> ApiError:
-    """400 that names the first bad field and what is wrong with it; alternatives of a union are reported together."""
-    errors = [one | {"loc": one["loc"][1:]} for one in error.errors()]  # without "body"
-    first = errors[0]
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
-    where = first["loc"]
-    if not where:
-        return ApiError(400, "the body must be a JSON object, sent with the header 'Content-Type: application/json'")
-    param = str(where[0])
-    if first["type"] == "extra_forbidden":
-        name = ".".join(str(part) for part in where)
-        return ApiError(400, f"{name}: unknown field: leave it out", param=param, code="unknown_parameter")
-    if first["type"] == "missing" and len(where) == 1:
-        return ApiError(400, f"{param}: is missing", param=param, code="missing_required_parameter")
-    param, fault = first_fault(errors)
-    return ApiError(400, f"{param}: {fault}", param=param, code="invalid_value")

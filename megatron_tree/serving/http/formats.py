@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from ..messages import Lenient
-from .tools import NamedTool, Tool, ToolChoice
+from .tools import NamedTool, Schema, Tool, ToolChoice
 
 ANY_OBJECT = {"type": "object"}
 
@@ -18,7 +18,7 @@ class JsonSchema(Lenient):
 
     name: str
     description: str | None = None
-    schema_: Annotated[dict[str, Any], Field(alias="schema")] = ANY_OBJECT
+    schema_: Annotated[Schema, Field(alias="schema")] = ANY_OBJECT
     strict: bool = False
 
 

@@ -7,21 +7,24 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ... import comm
 from ...errors import TreeError
+from ...generation.grammars import PREFIX, Grammars
 from ...generation.requests import Event, Request
 from ...generation.sampling import SamplingParams
 from ...generation.scheduler import QueueFull, Scheduler
 from ...log import logger
-from .errors import ApiError, bad_value, failed, restarting, stopping
+from .errors import RETRY_AFTER_S, ApiError, bad_value, busy, failed, restarting, stopping
 from .metrics import Metrics
-from .ranks import Ranks, Restarting
+from .ranks import Ranks, RanksError, Restarting
 
-RETRY_AFTER_S = 2
+MOST_IMAGE_BYTES = 1 << 30  # of the images of all requests under way, as the model takes them
 LONG_WAIT_S = 30.0  # for a row: the log says so,
 TOLD_EVERY_S = 300.0  # this often at most
+CHECKED_AT_ONCE, MAX_CHECKED = 4, 64  # JSON schemas, and with those that wait for it
 
 
 class Ticket:
@@ -31,12 +34,19 @@ class Ticket:
     usage: right when nothing is unfinished.
     """
 
-    def __init__(self, choices: int, prompt_tokens: int, cancel: Callable[[int], Any], metrics: Metrics):
+    def __init__(
+        self,
+        choices: int,
+        prompt_tokens: int,
+        cancel: Callable[[int], Any],
+        metrics: Metrics,
+        on_close: Callable[[], None],
+    ):
         self.choices = self.unfinished = choices
         self.numbers: list[int] = []
         """The scheduler's, one for every prompt."""
         self._prompt_tokens, self._tokens, self._cached = prompt_tokens, 0, 0
-        self._cancel = cancel
+        self._cancel, self._on_close = cancel, on_close
         self._metrics, self._since, self._last = metrics, time.monotonic(), {}
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
 
@@ -63,6 +73,8 @@ class Ticket:
         first, event = await self._events.get()
         if event.finish_reason == "cancelled":  # by the server: nobody waits on a closed ticket
             raise stopping()
+        if event.finish_reason == "error" and event.error.startswith(PREFIX):
+            raise ApiError(400, event.error, code="invalid_value")
         if event.finish_reason == "error":
             raise failed(f"the model failed: {event.error}")
         if event.usage is not None:
@@ -78,20 +90,26 @@ class Ticket:
         if self.unfinished:
             for number in self.numbers:
                 self._cancel(number)
+        self._on_close()
+        self._on_close = lambda: None
 
 
 class Frontend:
     """Submits requests to the scheduler; its events come back to the event loop."""
 
-    def __init__(self, scheduler: Scheduler | Ranks, *, stalled_after_s: float = math.inf):
-        """stalled_after_s: a rank that keeps rank 0 waiting for longer makes /health say so."""
+    def __init__(self, scheduler: Scheduler | Ranks, grammars: Grammars, *, stalled_after_s: float = math.inf):
+        """grammars: check JSON schemas. stalled_after_s: a rank that keeps rank 0 waiting for longer makes /health say
+        so."""
         self._scheduler, self._metrics, self._stalled_after_s = scheduler, Metrics(), stalled_after_s
+        self._grammars, self._num_checked = grammars, 0
+        self._checkers = ThreadPoolExecutor(CHECKED_AT_ONCE, thread_name_prefix="schemas")
         self._ranks = scheduler if isinstance(scheduler, Ranks) else None
         self.state = "ok"
         """ "ok", "stopping" or "failed"; unless it is "ok" requests get a 503."""
         self.failure = ""
         """Why it failed."""
         self._told_at = -math.inf
+        self._image_bytes = 0
 
     def health(self) -> dict[str, str]:
         """What /health reports: "status", the state, "restarting" or "stalled"; and unless it is "ok" or "stopping" the
@@ -111,25 +129,38 @@ class Frontend:
             raise restarting(self._ranks.ready_in_s)
 
     async def submit(
-        self, prompts: list[list[int]], sampling: list[SamplingParams], n: int, images: dict | None = None
+        self,
+        prompts: list[list[int]],
+        sampling: list[SamplingParams],
+        *,
+        n: int,
+        salt: str = "",
+        images: dict | None = None,
+        continues: bool = False,
     ) -> Ticket:
         """Queue n answers to every prompt; all of them or none. In the event loop, which does not wait meanwhile for
         grammars that are compiled, or for the scheduler's lock.
 
-        images: of the only prompt, see `Request`.
+        sampling: with the same JSON schema or none. salt, images and continues: see `Request`; images are of the only
+            prompt.
         Raises: ApiError: 400 for sizes that never fit, 429 when the queue is full,
-        503 while stopping and while the ranks are started again.
+        503 while stopping, while the ranks are started again, and while others' images take too much memory.
         """
         self.check()
+        if sampling[0].json_schema is not None:
+            await self._check_schema(sampling[0].json_schema)
         loop = asyncio.get_running_loop()
-        ticket = Ticket(len(prompts) * n, sum(map(len, prompts)), self._scheduler.cancel, self._metrics)
         if len(prompts) > self._scheduler.max_waiting:
             message = f"{len(prompts)} prompts are more than this server's queue holds ({self._scheduler.max_waiting})"
             raise bad_value("prompt", f"{message}: send them in several requests")
+        on_close = self._hold(sum(x.nbytes for x in (images or {}).values()))
+        cancel = self._scheduler.cancel
+        ticket = Ticket(len(prompts) * n, sum(map(len, prompts)), cancel, self._metrics, on_close)
 
         def queue() -> None:
             for i, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-                request = Request(prompt=prompt, sampling=params, n=n, images=images)
+                options = {"n": n, "salt": salt, "images": images, "continues": continues}
+                request = Request(prompt=prompt, sampling=params, **options)
                 ticket.numbers.append(self._scheduler.submit(request, _sink(loop, ticket, i * n)))
 
         queued = loop.run_in_executor(None, queue)
@@ -138,21 +169,55 @@ class Frontend:
         except asyncio.CancelledError:  # the client has gone
             queued.add_done_callback(lambda _: ticket.close())
             raise
-        except QueueFull as error:
+        except Exception as error:
             ticket.close()
-            headers = {"Retry-After": str(max(RETRY_AFTER_S, math.ceil(self._seconds_per_row)))}
-            raise ApiError(429, str(error), code="queue_full", headers=headers) from None
-        except TreeError as error:
-            ticket.close()
-            raise (restarting(self._ranks.ready_in_s) if isinstance(error, Restarting) else stopping()) from None
-        except ValueError as error:
-            ticket.close()
-            name = str(error).partition("=")[0]  # as in "n=9 must be ..."
-            param = name if name in ("n", *SamplingParams.model_fields) else None
-            raise ApiError(400, str(error), param=param, code="invalid_value") from None
+            raise self._answer_to(error) from None
         self._metrics.asked(sum(map(len, prompts)))
         self._tell_of_a_long_queue()
         return ticket
+
+    def _hold(self, image_bytes: int) -> Callable[[], None]:
+        """Count these bytes of images; returns what ends that. One request at a time may have any number."""
+        if image_bytes and self._image_bytes and self._image_bytes + image_bytes > MOST_IMAGE_BYTES:
+            raise busy("the images of other requests take all memory that there is for them")
+        self._image_bytes += image_bytes
+
+        def release() -> None:
+            self._image_bytes -= image_bytes
+
+        return release
+
+    def _answer_to(self, error: Exception) -> Exception:
+        """What a client is told of a request that was not taken."""
+        if isinstance(error, QueueFull):
+            return _queue_full(str(error), max(RETRY_AFTER_S, math.ceil(self._seconds_per_row)))
+        if isinstance(error, Restarting):
+            return restarting(self._ranks.ready_in_s)
+        if isinstance(error, RanksError):
+            return failed(str(error))
+        if isinstance(error, TreeError):
+            return stopping()
+        if isinstance(error, ValueError):
+            name = str(error).partition("=")[0]  # as in "n=9 must be ..."
+            param = name if name in ("n", *SamplingParams.model_fields) else None
+            return ApiError(400, str(error), param=param, code="invalid_value")
+        return error
+
+    async def _check_schema(self, json_schema: str) -> None:
+        if self._num_checked >= MAX_CHECKED:
+            raise _queue_full(f"{MAX_CHECKED} JSON schemas are being checked: try again later", RETRY_AFTER_S)
+        self._num_checked += 1
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._checkers, self._grammars.check, json_schema)
+        except ValueError as error:
+            raise ApiError(400, str(error), code="invalid_value") from None
+        finally:
+            self._num_checked -= 1
+
+    def close(self) -> None:
+        """No schemas are checked any more."""
+        self._checkers.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
 
     @property
     def _seconds_per_row(self) -> float:
@@ -190,6 +255,10 @@ class Frontend:
         if self._ranks is not None:
             more["restarts_total"] = ("counter", "Times that the ranks were started again.", self._ranks.restarts)
         return self._metrics.text(more)
+
+
+def _queue_full(message: str, seconds: int) -> ApiError:
+    return ApiError(429, message, code="queue_full", headers={"Retry-After": str(seconds)})
 
 
 def _sink(loop: asyncio.AbstractEventLoop, ticket: Ticket, first: int) -> Callable[[Event], None]:

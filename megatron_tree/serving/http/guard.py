@@ -1,4 +1,5 @@
-"""Checks of every HTTP request before it is parsed: API key, Host header, size of the body, time that it takes."""
+"""Checks of every HTTP request before it is parsed: API key, Host header, size of the body, time that it takes; and an
+answer for those that have none when the server ends."""
 
 from __future__ import annotations
 
@@ -6,17 +7,15 @@ import asyncio
 import hmac
 import ipaddress
 from collections.abc import Sequence
-from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from . import errors
-from .errors import TOO_MUCH, ApiError
+from .errors import ApiError, busy, stopping
 
 OPEN_PATHS = ("/health",)  # load balancers and supervisors have no token
+FREE_BYTES = 1 << 16  # of a body, which are taken whatever others take
 
 
 def is_loopback(host: str) -> bool:
@@ -24,7 +23,7 @@ def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host.strip("[]").split("%")[0]).is_loopback
     except ValueError:
-        return host == "localhost"
+        return host.lower().removesuffix(".") == "localhost"
 
 
 def _name_of(host_header: str) -> str:
@@ -34,8 +33,45 @@ def _name_of(host_header: str) -> str:
     return host_header.partition(":")[0]
 
 
+class _Body:
+    """A request's body. `receive` limits its size, the time that it takes, and what all bodies take together.
+
+    others: bytes of the large ones.
+    """
+
+    def __init__(self, receive: Receive, others: dict[_Body, int]):
+        self._receive, self._others, self._size, self._whole = receive, others, 0, False
+        self._end = asyncio.get_running_loop().time() + errors.RECEIVE_TIMEOUT_S
+
+    async def receive(self) -> Message:
+        """Raises: ApiError."""
+        try:
+            async with asyncio.timeout_at(None if self._whole else self._end):
+                message = await self._receive()
+                self._size += len(message.get("body", b""))
+                if self._size > errors.MAX_BODY_BYTES:
+                    raise errors.too_large()
+                if self._size > FREE_BYTES:
+                    self._others[self] = self._size
+                    if sum(self._others.values()) > errors.MAX_BODIES_BYTES:
+                        del self._others[self]
+                        while message.get("more_body"):  # a client that still writes may never read
+                            message = await self._receive()
+                        raise busy("the bodies of other requests take all memory that there is for them")
+        except TimeoutError:
+            raise errors.too_slow() from None
+        self._whole = not message.get("more_body", False)
+        return message
+
+
+def token_of(headers: Headers) -> str:
+    """The API key that came with a request."""
+    return headers.get("authorization", "").partition(" ")[2].strip()
+
+
 class Guard:
-    """ASGI middleware: 401 without a right token, 413 or 408 for a body too large or slow, 403 for other names.
+    """ASGI middleware: 401 without a right token, 413 or 408 for a body too large or slow, 403 for other names, 503
+    while other bodies take too much memory.
 
     api_keys: the right tokens, or none. loopback_names_only: refuse Host headers of other names: a web page can give
     its own name the address 127.0.0.1 and so make a browser talk to a server that asks for no token.
@@ -44,41 +80,44 @@ class Guard:
     def __init__(self, app: ASGIApp, *, api_keys: Sequence[str], loopback_names_only: bool):
         self.app, self.loopback_names_only = app, loopback_names_only
         self.api_keys = [key.encode() for key in api_keys]
+        self._bodies: dict[_Body, int] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers = Headers(scope=scope)
         error = self._name_error(headers) or (None if scope["path"] in OPEN_PATHS else self._token_error(headers))
-        error = error or self._length_error(headers.get("content-length", "0"))
+        error = error or self._length_error(headers)
         if error is None:
-            await self.app(scope, self._limited(receive), send)
+            await self._answered(scope, receive, send)
         else:
             await error.response()(scope, receive, send)
 
-    def _limited(self, receive: Receive) -> Receive:
-        """Limits size, for chunked bodies without a Content-Length, and time."""
-        size, whole, end = 0, False, asyncio.get_running_loop().time() + errors.RECEIVE_TIMEOUT_S
+    async def _answered(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Limits the body; a request that is cancelled when the server ends still has an answer."""
+        body, begun = _Body(receive, self._bodies), False
 
-        async def limited() -> Message:
-            nonlocal size, whole
-            try:
-                async with asyncio.timeout_at(None if whole else end):
-                    message = await receive()
-            except TimeoutError:
-                raise HTTPException(408) from None  # the one kind of error that FastAPI lets through while it reads
-            whole = not message.get("more_body", False)
-            size += len(message.get("body", b""))
-            if size > errors.MAX_BODY_BYTES:
-                raise HTTPException(413)
-            return message
+        async def noted(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
 
-        return limited
+        try:
+            await self.app(scope, body.receive, noted)
+        except asyncio.CancelledError:
+            if not begun:
+                await stopping().response()(scope, receive, send)
+        finally:
+            self._bodies.pop(body, None)
 
-    def _length_error(self, length: str) -> ApiError | None:
+    def _length_error(self, headers: Headers) -> ApiError | None:
+        length = headers.get("content-length", "0")
+        if "transfer-encoding" in headers and "content-length" in headers:  # which of them counts, others may see apart
+            text = "the headers Content-Length and Transfer-Encoding exclude each other: send one of them"
+            return ApiError(400, text, headers={"Connection": "close"})
         if not length.isascii() or not length.isdecimal():
             return ApiError(400, f"the header Content-Length: {length[:40]!r} must be a number of bytes")
-        return TOO_MUCH[413] if int(length[:20]) > errors.MAX_BODY_BYTES else None
+        return errors.too_large() if int(length[:20]) > errors.MAX_BODY_BYTES else None
 
     def _name_error(self, headers: Headers) -> ApiError | None:
         name = _name_of(headers.get("host", ""))
@@ -92,51 +131,17 @@ class Guard:
         )
 
     def _has_key(self, headers: Headers) -> bool:
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        given = token.strip().encode("utf-8", "surrogateescape")
+        scheme, given = headers.get("authorization", "").partition(" ")[0], token_of(headers).encode()
         right = [hmac.compare_digest(given, key) for key in self.api_keys]
         return any(right) and scheme.lower() == "bearer"
 
     def _token_error(self, headers: Headers) -> ApiError | None:
         if not self.api_keys or self._has_key(headers):
             return None
-        what = "is wrong" if headers.get("authorization", "").partition(" ")[2] else "is missing"
+        what = "is wrong" if token_of(headers) else "is missing"
         return ApiError(
             401,
             f"the API key {what}: send the header 'Authorization: Bearer KEY' with a key the server was started with",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
-
-
-class TimedProtocol(H11Protocol):
-    """uvicorn's protocol, with a time limit for the headers of a request that is under way.
-
-    Between requests its own time limit applies; `Guard` has that of the body.
-    """
-
-    _timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._wait()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.cycle is None or self.cycle.response_complete:
-            self._wait()
-        else:
-            self._stop()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop()
-        super().connection_lost(exc)
-
-    def _wait(self) -> None:
-        if self._timer is None and not self.transport.is_closing():
-            self._timer = self.loop.call_later(errors.RECEIVE_TIMEOUT_S, self.transport.close)
-
-    def _stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None

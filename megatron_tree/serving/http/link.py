@@ -10,8 +10,9 @@ from typing import Any
 
 from ... import comm
 from ...generation.requests import Event
-from ...generation.scheduler import QueueFull, Scheduler
+from ...generation.scheduler import Scheduler
 from ...launching import leave
+from ...log import logger
 from . import wire
 
 
@@ -72,14 +73,22 @@ class Link:
             self._scheduler.stop(grace_s=about[0])
 
     def _submit(self, number: int, request: dict[str, Any]) -> None:
+        over = threading.Event()
+
         def sink(event: Event) -> None:
             self._events.append(event._replace(request=number))
             if event.last:
+                over.set()
                 self._numbers.pop(number, None)
 
         error = None
         try:
             self._numbers[number] = self._scheduler.submit(wire.request_from_json(request), sink)
-        except (ValueError, QueueFull) as refused:
-            error = [type(refused).__name__, str(refused)]
+        except tuple(wire.REFUSALS.values()) as refused:
+            error = [next(name for name, kind in wire.REFUSALS.items() if isinstance(refused, kind)), str(refused)]
+        except Exception as failure:  # of this request alone: this thread goes on for the others
+            logger.exception("a request could not be taken")
+            error = ["", f"{type(failure).__name__}: {failure}"]
+        if over.is_set():  # before its number was known
+            self._numbers.pop(number, None)
         self._send("taken", number, error)

@@ -7,7 +7,6 @@ import contextlib
 import copy
 import inspect
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from torch import Tensor
 
@@ -16,19 +15,21 @@ from transformers import PreTrainedTokenizerBase
 from ...files import check_text
 from ..images import ImagePrompts, from_data_url
 from ..transcript import chat_text
-from .answers import Echo, TokenTexts
-from .errors import ApiError, bad_value
+from .errors import ApiError, bad_value, busy
 from .protocol import ChatRequest, CompletionRequest
+from .token_texts import Echo, TokenTexts
 
 # Parameters of apply_chat_template that a request does not choose, or by fields of its own
 RESERVED = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
 
 CHARACTERS = 4  # of a text per token that may fit: more are tokenized only if these make few enough tokens
 SLACK = 64  # tokens that the cut may add at the end
+MOST_IMAGE_PROMPTS = 64  # that wait until their images are prepared
 
 
 class Prompts:
-    """Tokenizes prompts in its own thread, so that long texts don't block the event loop.
+    """Tokenizes prompts in its own thread, so that long texts don't block the event loop, and prepares images in
+    another one, a prompt at a time, so that they don't keep texts waiting.
 
     tokenizer: a Transformers tokenizer; it is copied, since the fast ones can't be shared between threads.
     vocab_size: of the model. max_model_len: tokens of a prompt and its answer together. images: of a model that takes
@@ -41,11 +42,12 @@ class Prompts:
         self.vocab_size, self.max_model_len = vocab_size, max_model_len
         self._images = images
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._image_thread, self._num_image_prompts = ThreadPoolExecutor(1, thread_name_prefix="images"), 0
 
     async def of_chat(self, body: ChatRequest) -> tuple[list[int], dict[str, Tensor] | None]:
         """The conversation as the model's chat template formats it, and what the model takes for its images.
 
-        Raises: ApiError (400) if it can't.
+        Raises: ApiError: 400 if it can't, 503 while too many others wait for their images.
         """
         if not self._tokenizer.chat_template:
             raise ApiError(
@@ -55,13 +57,11 @@ class Prompts:
                 code="no_chat_template",
             )
         self._check_template(body)
-        messages = [message.for_template() for message in body.messages]
         urls = [url for message in body.messages for url in message.image_urls]
-        if not urls:
-            return await self._run(self._apply_template, messages, body.template_options), None
-        if self._images is None:
+        if urls and self._images is None:
             raise bad_value("messages", "image_url: this model reads text only: leave images out")
-        return await self._run(self._with_images, messages, body.template_options, urls)
+        text = await self._run(self._apply_template, body)
+        return await self._with_images(text, urls) if urls else (await self._run(self._tokens, text, False), None)
 
     async def of_completion(self, body: CompletionRequest) -> list[list[int]]:
         """Every prompt as tokens. Raises: ApiError (400) for empty prompts and tokens that the model does not have."""
@@ -71,15 +71,17 @@ class Prompts:
                 prompt = await self._run(self._encode, prompt, body.add_special_tokens)
                 if not prompt:
                     raise bad_value("prompt", "is empty: the model needs at least one token")
+            elif len(prompt) > self.max_model_len:
+                raise too_long(f"{len(prompt):,}", body.limit, self.max_model_len)
             elif max(prompt) >= self.vocab_size:
                 raise bad_value("prompt", f"token {max(prompt)} does not exist: the model has {self.vocab_size} tokens")
             prompts.append(prompt)
         return prompts
 
-    def echo(self, body: CompletionRequest, prompts: list[list[int]]) -> list[Echo]:
+    async def echo(self, body: CompletionRequest, prompts: list[list[int]]) -> list[Echo]:
         """The prompts as they precede the answers: texts as they came, tokens as the text that they stand for."""
-        given = zip(body.prompts(), prompts, strict=True)
-        return [Echo(p if isinstance(p, str) else self.token_texts.whole(tokens), tokens) for p, tokens in given]
+        both = zip(body.prompts(), prompts, strict=True)
+        return [await self._run(self.token_texts.echo, prompt, tokens) for prompt, tokens in both]
 
     def max_tokens(self, prompt: list[int], asked: int | None) -> int:
         """Tokens that the answer may have: what is asked for, or else all that fit.
@@ -92,7 +94,8 @@ class Prompts:
         return left if asked is None else asked
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for thread in (self._thread, self._image_thread):
+            thread.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, function, *args):
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
@@ -108,18 +111,25 @@ class Prompts:
         if reserved:
             raise bad_value("chat_template_kwargs", f"can't set {', '.join(reserved)}: leave it out")
 
-    def _apply_template(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
+    def _apply_template(self, body: ChatRequest) -> str:
+        messages = [message.for_template() for message in body.messages]
         with _of_parameter("messages"):
-            text = chat_text(self._tokenizer, messages, **options)
-        return self._tokens(text, special=False)
+            return chat_text(self._tokenizer, messages, **body.template_options)
 
-    def _with_images(self, messages: list[dict[str, Any]], options: dict[str, Any], urls: list[str]):
-        with _of_parameter("messages"):
-            text = chat_text(self._tokenizer, messages, **options)
-            try:
-                return self._images(text, [from_data_url(url) for url in urls])
-            except ValueError as error:
-                raise ValueError(f"messages: image_url: {error}") from error
+    async def _with_images(self, text: str, urls: list[str]) -> tuple[list[int], dict[str, Tensor]]:
+        if self._num_image_prompts >= MOST_IMAGE_PROMPTS:
+            raise busy(f"{self._num_image_prompts} prompts wait until their images are prepared")
+        self._num_image_prompts += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._image_thread, self._prepare, text, urls)
+        finally:
+            self._num_image_prompts -= 1
+
+    def _prepare(self, text: str, urls: list[str]) -> tuple[list[int], dict[str, Tensor]]:
+        try:
+            return self._images(text, [from_data_url(url) for url in urls])
+        except ValueError as error:
+            raise bad_value("messages", f"image_url: {error}") from error
 
     def _encode(self, text: str, special: bool) -> list[int]:
         with _of_parameter("prompt"):

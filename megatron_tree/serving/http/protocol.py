@@ -13,13 +13,15 @@ from .formats import ResponseFormat, forced_calls
 from .tools import Tool, ToolChoice, tools_for
 
 MAX_CHOICES = 128
+MAX_MESSAGES = 8192
 MAX_PROMPTS = 256
 MAX_STOPS = 16
+MAX_TOOLS = 512
 MAX_TOP_LOGPROBS = 20
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 # No effect on the answer: records, caches and speed
 IGNORED = frozenset({
-    "cache_salt", "metadata", "prediction", "prompt_cache_key", "prompt_cache_options",
+    "metadata", "prediction", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "request_id", "safety_identifier", "service_tier", "store", "user",
 })  # fmt: skip
 
@@ -33,6 +35,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "function_call": (("none",), _TOOLS),
     "functions": (([],), _TOOLS),
     "modalities": ((["text"],), _TEXT_ONLY),
+    "priority": ((0,), "prompts get rows in the order in which they come: leave it out"),
     "suffix": (("",), "text can't be inserted: put what follows into the prompt"),
     "use_beam_search": ((False,), "answers are sampled, not searched for: ask for n choices"),
 }
@@ -46,7 +49,8 @@ class StreamOptions(Strict):
     continuous_usage_stats: Literal[False] | None = None
 
 
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
+Several = Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
@@ -64,6 +68,7 @@ class GenerationRequest(Sampling):
     frequency_penalty: Penalty = 0.0
     stop: StopTexts = Field(default_factory=list, max_length=MAX_STOPS)
     response_format: ResponseFormat | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None  # not OpenAI's: see `Request`
 
     @model_validator(mode="before")
     @classmethod
@@ -119,12 +124,7 @@ class GenerationRequest(Sampling):
 class CompletionRequest(GenerationRequest):
     """The body of POST /v1/completions."""
 
-    prompt: (
-        str
-        | TokenIds
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
-    )
+    prompt: str | TokenIds | Annotated[list[str], Several] | Annotated[list[TokenIds], Several]
     max_tokens: Annotated[int, Field(ge=0)] = COMPLETION_TOKENS
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -158,16 +158,18 @@ class CompletionRequest(GenerationRequest):
 class ChatRequest(GenerationRequest):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tools: list[Tool] = Field(default_factory=list)
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     # not OpenAI's: for the chat template
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     reasoning_effort: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
     @model_validator(mode="after")
     def _chat_combinations(self):
@@ -177,6 +179,9 @@ class ChatRequest(GenerationRequest):
             raise bad_value("top_logprobs", "needs logprobs: set that to true, or leave this out")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise bad_value("max_tokens", "differs from max_completion_tokens: pass one of the two")
+        begins = "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt
+        if begins and self.continue_final_message:
+            raise bad_value("continue_final_message", "begins no new message: set add_generation_prompt to false")
         return self
 
     @property
@@ -209,6 +214,7 @@ class ChatRequest(GenerationRequest):
     @property
     def template_options(self) -> dict[str, Any]:
         """What the chat template gets besides the messages."""
-        options = dict(self.chat_template_kwargs)
+        options = dict(self.chat_template_kwargs) | {"continue_final_message": self.continue_final_message}
+        options["add_generation_prompt"] = self.add_generation_prompt and not self.continue_final_message
         options |= {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return options | ({"tools": [tool.for_template() for tool in self.active_tools]} if self.active_tools else {})

@@ -12,64 +12,33 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 from ...comm.rendezvous import host_store
 from ...errors import TreeError
-from ...generation.requests import Event, EventSink, Request
-from ...generation.scheduler import Load, QueueFull
+from ...generation.requests import EventSink, Request
+from ...generation.scheduler import Load
 from ...generation.speculation import Speculated
 from ...log import logger
 from . import wire
 from .arguments import LINK
+from .open_request import OpenRequest
 
 POLL_S = 0.1
 LAST_WORDS_S = 5.0  # for other ranks to say what they saw, once one has ended with an error
 WINDOW_S = 3600.0  # in which `restarts` are counted
 MAX_RESUMED = 2  # times that one request goes on: perhaps it is what ends the ranks
+STOPPED = "the server is stopping"
 
 
 class RanksError(TreeError):
-    """The ranks have ended, and are not started again."""
+    """The ranks have ended, and are not started again; or they failed on a request."""
 
 
 class Restarting(TreeError):
     """The ranks are being started again: try again later."""
-
-
-@dataclass(kw_only=True, eq=False)
-class OpenRequest:
-    """A request, and what has been sent of its answers."""
-
-    request: Request
-    sink: EventSink
-    taken: Future = field(default_factory=Future)
-    """Whether the scheduler takes it."""
-    begun: list[list[int] | None]
-    """As `Request.begun`, with [] for answers without a token."""
-    resumed: int = 0
-    cancelled: bool = False
-
-    @property
-    def tokens(self) -> list[list[int] | None]:
-        """For another scheduler: nothing until there are tokens, which all answers get in the same turn."""
-        return self.begun if any(tokens != [] for tokens in self.begun) else []
-
-    def note(self, event: Event) -> None:
-        if event.token is not None:
-            self.begun[event.answer].append(event.token)
-        if event.finish_reason is not None:
-            self.begun[event.answer] = None
-        self.sink(event)
-
-    def end(self, number: int, reason: str, error: str | None = None) -> None:
-        """End all answers that have not ended."""
-        going = [i for i, tokens in enumerate(self.begun) if tokens is not None]
-        for i in going:
-            self.note(Event(number, i, finish_reason=reason, error=error, last=i == going[-1]))
 
 
 class Ranks:
@@ -77,7 +46,7 @@ class Ranks:
 
     When a rank ends, or rank 0 is silent, all are ended and started again. What clients wait for goes on:
     requests are sent to the new ranks with the tokens that were sent, and those continue as after a preemption.
-    `submit` and `cancel` are for any thread; `start`, `run_once`, `stop` and `close` for one.
+    `submit`, `cancel` and `stop` are for any thread; `start`, `run_once` and `close` for one.
 
     Args:
         command: of every rank. size: number of ranks.
@@ -111,15 +80,18 @@ class Ranks:
     # --- what a scheduler has ---
 
     def submit(self, request: Request, sink: EventSink) -> int:
-        """As `Scheduler.submit`. Raises: `Restarting` also."""
+        """As `Scheduler.submit`, also in what it raises; `Restarting` too."""
         request = replace(request, sampling=request.sampling.with_seed())
         made = OpenRequest(request=request, sink=sink, begun=[[] for _ in range(request.n)])
+        told = wire.request_to_json(request, [])  # images take a while
         with self._lock:
+            if self._grace is not None:
+                raise TreeError(STOPPED)
             if not self._ready:
                 raise Restarting(self.failure)
             number = next(self._numbers)
             self._open[number] = made
-            self._post("submit", number, wire.request_to_json(request, []))
+            self._post("submit", number, told)
         made.taken.result()
         return number
 
@@ -131,7 +103,7 @@ class Ranks:
             return number in self._open
 
     def stop(self, *, grace_s: float = 0.0) -> None:
-        """`run_once` does it: this may be called in a signal handler."""
+        """`run_once` does it."""
         self._grace = grace_s if self._grace is None else min(self._grace, grace_s)
         self._told_to_stop = False
 
@@ -153,15 +125,14 @@ class Ranks:
         if lost or ended or silent:
             self._after_end(f"rank 0 has said nothing for {self._wait_s:g} s" if silent else "")
         elif self._grace is not None and not self._ready:
+            self._end_all("cancelled")
             raise RanksError(f"stopped while the ranks were being started again: {self.failure}")
         return not self._over
 
     def fail(self, error: BaseException) -> None:
         """End all requests with this error."""
-        with self._lock:
-            self._ready = False
-            for number, request in list(self._open.items()):
-                self._drop(number, request, "error", f"{type(error).__name__}: {error}")
+        self._ready = False
+        self._end_all("error", f"{type(error).__name__}: {error}")
 
     @property
     def load(self) -> Load:
@@ -211,9 +182,11 @@ class Ranks:
         self._ready = False
         why = why or self._last_words or _told(statuses)
         self.close()
-        if not any(statuses) and self._grace is not None:
-            self._over = True
-            return
+        if self._grace is not None:
+            self._end_all("cancelled")  # what came too late for rank 0
+            if not any(statuses):
+                self._over = True
+                return
         self._times = deque((t for t in self._times if time.monotonic() - t < WINDOW_S), maxlen=self._times.maxlen)
         if not self.limits or self._grace is not None or len(self._times) >= self._most:
             tried = f" (after {self._most} restarts within an hour)" if self._most and self.limits else ""
@@ -280,18 +253,18 @@ class Ranks:
             if request is None:
                 return
             if error is None:
-                if not request.taken.done():
-                    request.taken.set_result(None)
+                request.take()
             elif request.taken.done():
                 self._drop(number, request, "error", error[1])
             else:
                 del self._open[number]
-                request.taken.set_exception({"ValueError": ValueError, "QueueFull": QueueFull}[error[0]](error[1]))
+                request.taken.set_exception(wire.REFUSALS.get(error[0], RanksError)(error[1]))
 
     def _on_events(self, events: list[list[Any]]) -> None:
         with self._lock:
             for event in map(wire.event_from_json, events):
                 if event.request in self._open:
+                    self._open[event.request].take()  # its first turn may be faster than what says so
                     self._open[event.request].note(event)
                     if event.last:
                         del self._open[event.request]
@@ -303,12 +276,17 @@ class Ranks:
     def _on_failed(self, error: str) -> None:
         self._last_words = error
 
+    def _end_all(self, reason: str, error: str | None = None) -> None:
+        with self._lock:
+            for number, request in list(self._open.items()):
+                self._drop(number, request, reason, error)
+
     def _drop(self, number: int, request: OpenRequest, reason: str, error: str | None = None) -> None:
         del self._open[number]
         if request.taken.done():
             request.end(number, reason, error)
         else:
-            request.taken.set_exception(TreeError(error or reason))
+            request.taken.set_exception(RanksError(error) if error else TreeError(STOPPED))
 
 
 def _write(outbox: queue.SimpleQueue, connection: Connection) -> None:

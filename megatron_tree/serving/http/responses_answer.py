@@ -24,7 +24,8 @@ class ResponseForm(ChatForm):
         self._numbers = itertools.count()
         self._output: list[dict[str, Any]] = []  # items that are complete
         self._message: dict[str, Any] | None = None
-        self._part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        self._texts: list[str] = []  # of the message
+        self._told_logprobs: list[dict[str, Any]] = []
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is still to come
         self._reason: str | None = None
 
@@ -40,7 +41,7 @@ class ResponseForm(ChatForm):
     def chunk(self, choice: int, event: Event) -> list[dict[str, Any]]:
         text, calls = self._read(choice, [event])
         if self.wants_logprobs:
-            self._logprobs += self.tokens.chat([event])["content"]
+            self._logprobs += self.tokens.chat(self._placed(choice, [event]))["content"]
         self._reason = event.finish_reason
         told = []
         if text or (self._reason and not calls and self._message is None):
@@ -94,18 +95,17 @@ class ResponseForm(ChatForm):
                              "status": "in_progress", "content": []}  # fmt: skip
             told = [
                 self._told("response.output_item.added", output_index=len(self._output), item=dict(self._message)),
-                self._in_part("response.content_part.added", part=dict(self._part)),
+                self._in_part("response.content_part.added", part=_part("", [])),
             ]
         logprobs, self._logprobs = self._logprobs, []
-        self._part = self._part | {
-            "text": self._part["text"] + text, "logprobs": self._part["logprobs"] + logprobs
-        }  # fmt: skip
+        self._texts.append(text)
+        self._told_logprobs += logprobs
         if text:
             told.append(self._in_part("response.output_text.delta", delta=text, logprobs=logprobs))
         return told
 
     def _end_message(self) -> list[dict[str, Any]]:
-        part = self._part
+        part = _part("".join(self._texts), self._told_logprobs)
         told = [
             self._in_part("response.output_text.done", text=part["text"], logprobs=part["logprobs"]),
             self._in_part("response.content_part.done", part=part),
@@ -130,3 +130,7 @@ class ResponseForm(ChatForm):
         told = self._told("response.output_item.done", output_index=len(self._output), item=item)
         self._output.append(item)
         return told
+
+
+def _part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

@@ -10,6 +10,7 @@ from pydantic import model_validator
 from ...generation.sampling import Sampling
 from .errors import ApiError, bad_value, refused
 from .protocol import IGNORED, ChatRequest
+from .protocol import REFUSED as OF_CHATS
 
 PATH = "/v1/responses"
 NAMES = {
@@ -19,7 +20,8 @@ NAMES = {
 LOGPROBS = "message.output_text.logprobs"
 INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # of `include`: there is no reasoning to be included
 SAME = frozenset(Sampling.model_fields) | {
-    "chat_template_kwargs", "model", "parallel_tool_calls", "stream", "stream_options", "top_logprobs",
+    "add_generation_prompt", "cache_salt", "chat_template_kwargs", "continue_final_message", "model",
+    "parallel_tool_calls", "stream", "stream_options", "top_logprobs",
 }  # fmt: skip
 TRANSLATED = frozenset({"include", "input", "instructions", "max_output_tokens", "reasoning", "text", "tool_choice",
                         "tools"})  # fmt: skip
@@ -31,6 +33,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "conversation": ((), _NOTHING_KEPT),
     "max_tool_calls": ((), "tools are called by the client: limit the calls there"),
     "previous_response_id": ((), _NOTHING_KEPT),
+    "priority": OF_CHATS["priority"],
     "prompt": ((), "no prompts are kept here: send the text as instructions and input"),
     "truncation": (("disabled",), "no input is left out: shorten it yourself"),
 }
@@ -95,7 +98,7 @@ def _chat(data: dict[str, Any]) -> dict[str, Any]:
     for name, value in asked.items():
         try:
             json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise bad_value(name, f"can't be repeated as JSON: {error}") from None
     return chat | {"asked": asked}
 

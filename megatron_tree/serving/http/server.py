@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import signal
 import socket
@@ -10,7 +12,9 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +22,7 @@ import uvicorn
 
 from ... import comm
 from ...errors import TreeError
+from ...generation.grammars import Grammars
 from ...generation.requests import Request
 from ...generation.sampling import SamplingParams
 from ...generation.scheduler import Scheduler
@@ -25,20 +30,21 @@ from ...integrations.transformers import models
 from ...integrations.transformers.rope import num_positions
 from ...integrations.transformers.runner import Runner
 from ...launching import leave
-from ...log import logger
+from ...log import Seldom, logger
 from ..images import ImagePrompts
 from ..start import Started, start
 from .app import Service, create_app
 from .arguments import LINK
+from .connections import AT_ONCE, QUEUE, Connections, TimedProtocol, most_connections
 from .frontend import Frontend
-from .guard import TimedProtocol
 from .link import Link
 from .prompts import Prompts
-from .ranks import Ranks
+from .ranks import Ranks, RanksError
+from .signals import STOPPING, StopSignals
 
-STOPPING = (signal.SIGTERM, signal.SIGINT)
 GRACE_S = 20.0  # for accepted requests after a signal; the launcher kills at 30
 FLUSH_S = 5.0  # for the last bytes of responses
+SELDOM = Seldom(60.0)  # lines that clients cause
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -67,7 +73,9 @@ class HttpServer:
         self._socket = listener
         config = uvicorn.Config(
             create_app(service),
-            http=TimedProtocol,
+            loop="asyncio",
+            http=functools.partial(TimedProtocol, others=Connections(most_connections())),
+            backlog=AT_ONCE,
             ws="none",
             lifespan="off",
             log_level="warning",
@@ -76,6 +84,8 @@ class HttpServer:
             server_header=False,
             timeout_graceful_shutdown=int(FLUSH_S),
         )
+        for name in ("asyncio", "uvicorn.error"):
+            logging.getLogger(name).addFilter(SELDOM)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
         self.failure: BaseException | None = None
@@ -86,6 +96,8 @@ class HttpServer:
         self._thread.start()
         while not self._server.started and self._thread.is_alive():
             time.sleep(0.01)
+        if self._server.started:
+            self._socket.listen(QUEUE)  # asyncio's own backlog is also how many it accepts in one go
 
     def stop(self) -> None:
         """Finish active responses, then end."""
@@ -114,7 +126,7 @@ def serve(
     """Serve until a stop is asked for, see `ready`. On the leader; the other ranks call `scheduler.run()`.
 
     listener: from `bind`; it is closed at the end. ready: called as soon as requests are answered, with the function
-    that begins to stop: it takes the reason, returns at once, and may be called in signal handlers and more than once.
+    that begins to stop: it takes the reason, returns at once, and may be called from any thread and more than once.
     Raises: what ends the scheduler's loop or the HTTP server before that; clients that wait get a 500.
     """
     frontend, http, asked = service.frontend, HttpServer(service, listener), []
@@ -139,6 +151,7 @@ def serve(
         raise
     finally:
         http.stop()
+        frontend.close()
         service.prompts.close()
     if http.failure is not None:
         raise http.failure
@@ -147,8 +160,8 @@ def serve(
 def run(args: Namespace) -> None:
     """Serve, on this rank; collective over all ranks. Returns when the server was stopped by a signal to rank 0."""
     at = start(args, lambda _, config: (_max_model_len(args, config), _bound(args)))
-    runner = at.engine.new_runner(capacity_tokens=args.cache_tokens)
     with comm.monitored("the first turns"):
+        runner = at.engine.new_runner(capacity_tokens=args.cache_tokens)
         _warm_up(at, runner)
     with comm.monitored("serving", wait_limit_s=args.wait_timeout):
         _run(args, at, runner)
@@ -164,16 +177,30 @@ def run_apart(args: Namespace, argv: list[str]) -> None:
     command = [sys.executable, "-m", "megatron_tree", "serve", *argv]
     limits = {"wait_s": args.wait_timeout, "max_rows": args.max_rows, "max_waiting": args.max_waiting}
     ranks = Ranks(command, size=args.ranks, restarts=args.restarts, **limits)
-    for number in STOPPING:
-        signal.signal(number, lambda number, _: (ranks.close(), leave(128 + number)))
+    signals = StopSignals()
     try:
-        ranks.start()
-        tokenizer = models.load_tokenizer(models.model_folder(args.model))
-        while not ranks.limits:
-            ranks.run_once()
-        _serve(args, ranks, tokenizer, listener, **ranks.limits)
+        tokenizer = _wait_for(ranks, signals, args.model)
+        _serve(args, ranks, tokenizer, listener, signals, **ranks.limits)
     finally:
         ranks.close()
+
+
+def _wait_for(ranks: Ranks, signals: StopSignals, model: str) -> Any:
+    """Start the ranks; returns the tokenizer, once they are ready. A signal before that ends this process."""
+    ranks.start()
+    loading = ThreadPoolExecutor(1).submit(lambda: models.load_tokenizer(models.model_folder(model)))
+    try:
+        while not (ranks.limits and loading.done()) and not signals.came:
+            ranks.run_once()
+            if loading.done():
+                loading.result()
+    except RanksError:
+        if not signals.came:  # to the ranks, too
+            raise
+    if signals.came:
+        ranks.close()
+        leave(128 + signals.take())
+    return loading.result()
 
 
 def _warm_up(at: Started, runner: Runner) -> None:
@@ -200,7 +227,7 @@ def _run(args: Namespace, at: Started, runner: Runner) -> None:
     elif apart:
         Link(scheduler, limits, Connection(int(os.environ[LINK]))).run()
     else:
-        _serve(args, scheduler, at.tokenizer, listener, **limits)
+        _serve(args, scheduler, at.tokenizer, listener, StopSignals(), **limits)
     comm.all_reduce(torch.zeros(1), at.group, timeout_s=at.timeout_s)  # no rank leaves before the others are done
 
 
@@ -209,14 +236,16 @@ def _serve(
     scheduler: Scheduler | Ranks,
     tokenizer,
     listener: socket.socket,
+    signals: StopSignals,
     *,
     vocab_size: int,
     max_model_len: int,
 ) -> None:
     folder = models.model_folder(args.model)
+    grammars = Grammars(tokenizer, vocab_size=vocab_size)
     images = ImagePrompts(folder) if models.takes_images(models.load_config(folder), folder) else None
     service = Service(
-        frontend=Frontend(scheduler, stalled_after_s=args.wait_timeout / 3),
+        frontend=Frontend(scheduler, grammars, stalled_after_s=args.wait_timeout / 3),
         prompts=Prompts(tokenizer, vocab_size=vocab_size, max_model_len=max_model_len, images=images),
         models=tuple(args.served_model_name),
         request_timeout=args.request_timeout,
@@ -225,8 +254,7 @@ def _serve(
     )
 
     def ready(stop: Callable[[str], None]) -> None:
-        for number in STOPPING:
-            signal.signal(number, lambda number, _: stop(signal.Signals(number).name))
+        signals.call(stop)
         address = f"[{args.host}]" if ":" in args.host else args.host
         print(
             f"serving {', '.join(service.models)} at http://{address}:{listener.getsockname()[1]}/v1, up to "

@@ -8,14 +8,28 @@ import uuid
 from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from ...generation.sampling import Strict
 from ..messages import Lenient
 from .errors import bad_value
 
 MARK, END = "<tool_call>", "</tool_call>"
+MAX_LEVELS = 100  # of a JSON schema; what copies or writes one recurses, and so does llguidance
 _CALL = re.compile(f"{MARK}(.*?)(?:{END}|$)", re.DOTALL)
+
+
+def _not_too_deep(schema: dict[str, Any]) -> dict[str, Any]:
+    level = [schema]
+    for _ in range(MAX_LEVELS):
+        level = [x for value in level for x in (value.values() if isinstance(value, dict) else value)]
+        level = [value for value in level if isinstance(value, dict | list)]
+    if level:
+        raise ValueError(f"is nested more than {MAX_LEVELS} levels deep: make it flatter")
+    return schema
+
+
+Schema = Annotated[dict[str, Any], AfterValidator(_not_too_deep)]
 
 
 class Function(Lenient):
@@ -23,7 +37,7 @@ class Function(Lenient):
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     description: str | None = None
-    parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
+    parameters: Schema = Field(default_factory=lambda: {"type": "object", "properties": {}})
     strict: bool = False
 
 
@@ -76,24 +90,35 @@ class ToolText:
 
     def __init__(self, names: Collection[str], *, most: int | None = None, forced: bool = False):
         self._names, self._most, self._forced = frozenset(names), most, forced
-        self._held, self._sent = "", False
+        self._held: list[str] = []  # in pieces
+        self._end = ""  # of it, where MARK may begin
+        self._first, self._sent, self._marked = "", False, False  # the first letter; whether text was sent, MARK found
 
     def add(self, text: str) -> str:
         """The text that is certainly none of a call."""
-        self._held += text
-        at = self._held.find(MARK)
-        if at < 0:
-            if self._forced or (not self._sent and self._held.lstrip()[:1] in ("", "{", "[")):
-                return ""
-            at = next(i for i in range(len(self._held) + 1) if MARK.startswith(self._held[i:]))
-        out, self._held = self._held[:at], self._held[at:]
+        self._held.append(text)
+        if self._forced or self._marked:
+            return ""
+        self._end += text
+        self._marked = MARK in self._end
+        self._first = self._first or text.lstrip()[:1]
+        if not self._marked and not self._sent and self._first in ("", "{", "["):
+            self._end = self._end[1 - len(MARK) :]
+            return ""
+        held = "".join(self._held)
+        if self._marked:
+            at = held.find(MARK)
+        else:
+            at = len(held) - next(n for n in range(len(MARK) - 1, -1, -1) if held.endswith(MARK[:n]))
+        out, self._end = held[:at], held[at:]
+        self._held = [self._end]
         self._sent |= bool(out.strip())
         return out
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
         """(the rest of the text, the calls in OpenAI's form). A call that can't be read stays text."""
-        held, self._held = self._held, ""
-        texts = _CALL.findall(held) or [held]
+        held, self._held = "".join(self._held), []
+        texts = (not self._forced and _CALL.findall(held)) or [held]
         try:
             calls = [call for text in texts for call in self._calls(text)]
         except (ValueError, RecursionError):

@@ -1,0 +1,92 @@
+"""generate, chat and serve on ranks that nobody ends for them (srun, mpirun): what one can not do, all say and end."""
+
+import contextlib
+import io
+import socket
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("deepspeed")
+pytest.importorskip("transformers")
+pytest.importorskip("uvicorn")
+
+from support.http_server import byte_model, byte_tokenizer
+from support.ranks import run_distributed
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    byte_tokenizer().save_pretrained(folder)
+    byte_model().save_pretrained(folder)
+    return folder
+
+
+class _Ended(Exception):
+    """Instead of the process."""
+
+
+def _end(rank, error):
+    raise _Ended(f"{type(error).__name__}: {error}")
+
+
+def _commands(rank, world, cases):
+    """(status or error, what was printed) of commands, one after another.
+
+    cases: [(command, options, more of them on the last rank alone, a function of `models` that raises there)].
+    """
+    from megatron_tree import launching
+    from megatron_tree.integrations.transformers import models
+    from megatron_tree.serving import command
+
+    def fail(*_, **__):
+        raise RuntimeError("the disk is gone")
+
+    launching.RANK_0_FIRST_S, launching.exit_after_failure = 0.0, _end
+    results = []
+    for name, options, more, broken in cases:
+        said, last = io.StringIO(), rank == world - 1
+        with contextlib.ExitStack() as stack:
+            if last and broken:
+                stack.enter_context(mock.patch.object(models, broken, fail))
+            stack.enter_context(contextlib.redirect_stderr(said))
+            stack.enter_context(contextlib.redirect_stdout(said))
+            try:
+                ended = getattr(command, name)([str(x) for x in (*options, *(more if last else ()))])
+            except _Ended as error:
+                ended = str(error)
+        results.append((ended, said.getvalue()))
+    return results
+
+
+def test_what_one_rank_can_not_do_ends_all(folder, tmp_path):
+    (tmp_path / "text").write_text("a short text")
+    model = ("--model", folder)
+    ask = (*model, "--prompt-file", tmp_path / "text", "--max-new-tokens", 4)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        cases = [
+            ("serve", (*model, "--port", port), (), None),
+            ("serve", (*model, "--port", 0), ("--max-rows", 4), None),
+            ("chat", model, ("--system", "be kind"), None),
+            ("generate", ask, ("--temperature", 0.5), None),
+            ("generate", ask, (), "load_tokenizer"),
+            ("generate", ask, (), "load_model"),  # the last: nobody can use the group afterwards
+        ]
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+        results = run_distributed(_commands, 2, cases, env=env, fresh=True)
+    differs = "the ranks were started with different options: "
+    sentences = [
+        f"--host 127.0.0.1 --port {port}: ",
+        f"{differs}--max-rows is 8 on rank 0 and 4 on rank 1\n",
+        f"{differs}--system is None on rank 0 and 'be kind' on rank 1\n",
+        f"{differs}--temperature is 0.0 on rank 0 and 0.5 on rank 1\n",
+    ]
+    for rank, of_rank in enumerate(results):
+        for (name, *_), sentence, (status, said) in zip(cases, sentences, of_rank, strict=False):
+            assert status == 1 and f"megatron-tree {name}: {'rank 1: ' if rank else ''}{sentence}" in said, said
+    (tokenizer, _), (weights, _) = results[0][-2:]
+    assert tokenizer == "TreeError: rank 1 failed: RuntimeError: the disk is gone"
+    assert weights.startswith("CommError: rank 1 failed: RuntimeError: the disk is gone, on rank 1, in the start")
+    assert [ended for ended, _ in results[1][-2:]] == ["RuntimeError: the disk is gone"] * 2
