@@ -85,6 +85,7 @@ def enable_tree_attention(
     inputs = {name: plan for name, plan in cp_plan.items() if isinstance(plan, dict)}
     parallel = TreeParallelConfig(ring_degree=mesh.size(), mesh=mesh, tree_config=config)
     model.enable_parallelism(config=parallel, cp_plan=inputs)
+    comm.forward_in_step(model, lambda kwargs: (group,))
     for name, plan in outputs.items():  # diffusers' own gather has no forward-mode derivative
         plan = [plan] if isinstance(plan, ContextParallelOutput) else plan
         model.get_submodule(name).register_forward_hook(functools.partial(_join, group, plan))

@@ -32,7 +32,7 @@ def _model():
 def _text():
     """Bytes of this file's own text, in which samples differ in how many tokens have a label."""
     data = Path(__file__).read_bytes()
-    ids = [torch.tensor(list(data[i : i + LENGTH])) % 131 for i in range(0, LENGTH * 24, LENGTH)]
+    ids = [torch.tensor(list(data[i : i + LENGTH])) % 131 for i in range(0, LENGTH * 14, LENGTH)]
     labels = [row.masked_fill(torch.arange(LENGTH) < int(row[0]) % 30, -100) for row in ids]
     return [{"input_ids": row, "labels": label} for row, label in zip(ids, labels, strict=True)]
 
@@ -44,7 +44,7 @@ def _run(trainer_class, batch_size, folder, **options):
     sizes = {"per_device_train_batch_size": batch_size, "per_device_eval_batch_size": batch_size}
     model, data = _model(), _text()  # first: after the arguments, ZeRO 3 would split its weights as they are made
     args = transformers.TrainingArguments(str(folder), deepspeed=deepspeed_config, **sizes, **arguments)
-    trainer = trainer_class(model=model, args=args, train_dataset=data, eval_dataset=data[:8], **options)
+    trainer = trainer_class(model=model, args=args, train_dataset=data, eval_dataset=data[:5], **options)
     trainer.train()
     found = {name: [log[name] for log in trainer.state.log_history if name in log] for name in ("loss", "grad_norm")}
     evaluation = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from support.limits import files_of_at_most
 from support.ranks import run_distributed
 
 pytest.importorskip("deepspeed")
@@ -83,6 +84,30 @@ def test_it_trains_and_saves(text, tmp_path):
     assert list(losses) == [1, 2, 3, 4]
     assert losses[4] < losses[1] - 0.1
     assert (tmp_path / "run" / "latest").is_file() and not (tmp_path / "compiled").exists() and not _steps(silent)
+
+
+def _full(rank, world, argv):
+    """Two runs of the script: one step, and another one with a save that fails. Returns this rank's error."""
+    _in_process(rank, world, [*argv, "--steps", "1"])
+    try:
+        with files_of_at_most(20_000):
+            _in_process(rank, world, [*argv, "--steps", "2"])
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def test_no_space_left(text, tmp_path):
+    """The former checkpoint stays, nothing has the new one's name, and what all ranks say names the folder."""
+    zero = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 50_000, "allgather_bucket_size": 50_000}}
+    (tmp_path / "zero.json").write_text(json.dumps(zero))
+    save = tmp_path / "run"
+    argv = ["--model", "tiny", "--seq-length", "48", "--data-path", str(text), "--save", str(save)]
+    argv += ["--deepspeed-config", str(tmp_path / "zero.json")]
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCH_EXTENSIONS_DIR": str(tmp_path / "compiled")}
+    sentence = f"no space left on {save}: step2.unfinished is not written (File too large)"
+    for kind, said in run_distributed(_full, 2, argv, env=env, fresh=True):
+        assert kind in ("NotWritten", "CommError") and sentence in said, said
+    assert (save / "latest").read_text() == "step1" and (save / "step1").is_dir() and not (save / "step2").exists()
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The blocks of docs/training-elsewhere.md run as they are written: loops end with the weights of one rank's loop."""
 
+import functools
 import os
 import re
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import largest, run_distributed
+from support.ranks import as_launched, largest, run_distributed
 from support.trainers import OFFLINE
 
 pytest.importorskip("accelerate")
@@ -25,16 +26,6 @@ def _blocks():
     sections = re.split(r"^## ", PAGE.read_text(), flags=re.MULTILINE)[1:]
     found = {section.splitlines()[0]: re.search(r"```python\n(.*?)```", section, re.DOTALL) for section in sections}
     return {heading: block[1] for heading, block in found.items() if block}
-
-
-class _Dist:
-    """torch.distributed with its default group, which is there already."""
-
-    def init_process_group(self):
-        assert dist.is_initialized()
-
-    def __getattr__(self, name):
-        return getattr(dist, name)
 
 
 def _model():
@@ -59,7 +50,7 @@ def _names(folder):
     from accelerate import Accelerator
     from datasets import Dataset
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader
 
@@ -70,10 +61,11 @@ def _names(folder):
     rows = [{name: x[0] for name, x in batch.items()} for batch in _batches()]
     pairs = [{"prompt": "what is it", "chosen": f"number {i}", "rejected": "no"} for i in range(8)]
     return {
-        "dist": _Dist(), "torch": torch, "batches": _batches, "folder": str(folder),
+        "dist": dist, "torch": torch, "batches": _batches, "folder": str(folder),
         "model": _model(), "reference": _model(),
         "DistributedDataParallel": DistributedDataParallel, "init_device_mesh": init_device_mesh,
-        "fully_shard": fully_shard, "register_sequence_parallel": register_sequence_parallel,
+        "fully_shard": functools.partial(fully_shard, mp_policy=MixedPrecisionPolicy(torch.float32)),
+        "register_sequence_parallel": register_sequence_parallel,
         "TrainingArguments": transformers.TrainingArguments, "data": rows, "Accelerator": Accelerator,
         "prepare_data_loader": prepare_data_loader, "loader": DataLoader(list(_batches()), batch_size=None),
         "DPOTrainer": trl.DPOTrainer, "DPOConfig": trl.DPOConfig, "pairs": Dataset.from_list(pairs),
@@ -116,9 +108,10 @@ def _run(rank, world, folder):
     ended = {}
     for heading in (*LOOPS, *TRAINERS):
         AcceleratorState._reset_state(reset_partial_state=True)
-        names = _names(folder)
-        exec(blocks[heading], names)
-        ended[heading] = _weights(names["model"])
+        with as_launched():
+            names = _names(folder)
+            exec(blocks[heading], names)
+            ended[heading] = _weights(names["model"])
         if heading in TRAINERS:
             assert names["trainer"].state.global_step == names["args"].max_steps
     moved_by = (_weights(plain) - begun).norm()

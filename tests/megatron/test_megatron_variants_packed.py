@@ -33,6 +33,7 @@ class Packed(Case):
 
     documents: tuple = (13, 0, 27, 5, 3)
     padded_for: int = 4
+    counts_padding: bool = False  # cu_seqlens are those of the padded documents
     over_data: bool = False  # each data-parallel rank brings some of the documents
 
     @property
@@ -80,7 +81,8 @@ def packed(case, build=build_model):
         chunks = torch.arange(begin, begin + rows).chunk(2 * case.cp) if rows else [torch.arange(0)] * 2 * case.cp
         mine += [chunks[rank], chunks[2 * case.cp - 1 - rank]]
     mine = torch.cat(mine)
-    cu_seqlens = torch.tensor([0, *itertools.accumulate(case.documents)], dtype=torch.int32)
+    lengths = case.rows if case.counts_padding else case.documents
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     documents = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
@@ -260,11 +262,25 @@ def test_packed_documents_and_ulysses():
     check_packed(4, [Packed(cp=4, cp_comm_type=kind, cp_sizes=(2, 2), **ONE) for kind in ("a2a+tree", "a2a+p2p")])
 
 
-@pytest.mark.supports("multi-token prediction (mtp_num_layers)", with_="packed sequences without padding")
+MTP = dict(cp=2, tree=True, extra=options(mtp_num_layers=2), **ONE)
+
+
+@pytest.mark.supports("multi-token prediction (mtp_num_layers)", with_="packed sequences")
 def test_packed_documents_and_multi_token_prediction():
-    """Without padding: Megatron rolls labels at the ends of documents, not of their padding."""
-    case = functools.partial(Packed, cp=2, tree=True, documents=(16, 32, 8), extra=options(mtp_num_layers=2), **ONE)
-    check_packed(2, [case(mla=mla) for mla in (False, True)])
+    """Without padding, and with padding that counts as tokens: Megatron rolls labels at the ends in cu_seqlens_q."""
+    cases = [Packed(mla=mla, documents=(16, 32, 8), **MTP) for mla in (False, True)]
+    check_packed(2, [*cases, Packed(documents=(13, 27, 5), counts_padding=True, **MTP)])
+
+
+def _padded_documents(rank, world):
+    with megatron(tp=1, pp=1, cp=world), pytest.raises(ValueError) as error:
+        packed(Packed(documents=(13, 27, 5), **MTP))
+    return str(error.value)
+
+
+def test_multi_token_prediction_at_other_ends_is_refused():
+    for said in run_distributed(_padded_documents, 2):
+        assert "mtp_num_layers=2 with documents that end at token 45 (cu_seqlens_q), with their padding at 56" in said
 
 
 def _hybrid(case, *, run, pattern):

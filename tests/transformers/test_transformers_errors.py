@@ -191,3 +191,41 @@ def test_a_rank_outside_the_group():
     said = run_distributed(_outsider, 3)
     assert said[:2] == [None, None]
     assert "rank 2 is not a member" in said[2]
+
+
+def _changed_shards(rank, world):
+    """What is said of shards that are cut or lack something, and of logits_to_keep; the loss of whole ones."""
+    model, ids = tiny_model("llama").train(), prompt(2, 30)
+    parallel = tree_hf.register_sequence_parallel(model, loss_tile=7)
+    shard = parallel.shard_batch({"input_ids": ids, "labels": ids})
+    names = ("input_ids", "position_ids", "attention_mask", "labels")
+    n, said = shard["input_ids"].shape[1], []
+    changes = [
+        ({name: shard[name][:, 1:]}, f"{{'{name}': [2, {n - 1}]}}, but the shard has [2, {n}]") for name in names
+    ]
+    changes += [
+        ({name: shard[name][:1] for name in names}, f"'input_ids': [1, {n}], 'position_ids': [1, {n}]"),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(2, 1, 32)}, "'inputs_embeds': [2, 1, 32]"),
+        ({"input_ids": torch.cat((ids, ids), 1)}, "'input_ids': [2, 60]"),
+        ({"position_ids": None}, "'position_ids': None"),
+        ({"attention_mask": None}, "'attention_mask': None"),
+        ({"logits_to_keep": 3}, "logits_to_keep=3: the last tokens of a shard are not those of its rows"),
+        ({"logits_to_keep": torch.tensor([3])}, "logits_to_keep=tensor([3])"),
+        ({"logits_to_keep": 1, "labels": None}, "logits_to_keep=1"),
+    ]
+    for change, message in changes:
+        with pytest.raises(ValueError) as error:
+            model(**shard | change)
+        said.append((str(error.value), message))
+    positional = [shard.pop(name) for name in ("input_ids", "attention_mask", "position_ids")]
+    (loss,) = model(*positional, **shard, logits_to_keep=0, return_dict=False)
+    return said, loss.item()
+
+
+def test_shards_that_are_cut():
+    """On every rank, before anything is sent."""
+    ids = prompt(2, 30)
+    want = tiny_model("llama")(ids, labels=ids).loss.item()
+    for said, loss in run_distributed(_changed_shards, 2):
+        assert all(message in text for text, message in said), said
+        assert loss == pytest.approx(want, rel=1e-6)

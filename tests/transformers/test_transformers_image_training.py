@@ -115,7 +115,7 @@ def test_tiles_recomputed_layers_and_frozen_vision():
 def _wrapped(rank, world, kind):
     """One image at the beginning of the row, whose tokens rank 0 has: what the vision part runs on each rank, and the
     weights after two steps."""
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import DTensor
     from torch.nn.parallel import DistributedDataParallel
 
@@ -140,10 +140,10 @@ def _wrapped(rank, world, kind):
         tree_hf.train_on_shards(model)
         if kind == "DDP":
             return DistributedDataParallel(model)
-        mesh = dist.init_device_mesh("cpu", (world,))
+        options = {"mesh": dist.init_device_mesh("cpu", (world,)), "mp_policy": MixedPrecisionPolicy(torch.float32)}
         for layer in (*model.model.visual.blocks, *model.model.language_model.layers):
-            fully_shard(layer, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
+            fully_shard(layer, **options)
+        return fully_shard(model, **options)
 
     want, plain, of_one = steps(lambda model: model, lambda batch: batch)
     losses, model, patches = steps(wrap, lambda batch: tree_hf.shard_batch(batch, cp_group=dist.group.WORLD))

@@ -69,7 +69,7 @@ SLOW = {
 
 def _wrap(model, wrapper):
     """The model in a wrapper that averages over all ranks."""
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     world = torch.distributed.get_world_size()
@@ -79,9 +79,10 @@ def _wrap(model, wrapper):
         return DistributedDataParallel(model)
     dims = {"mesh_shape": (2, world // 2), "mesh_dim_names": ("replicas", "shards")}
     mesh = torch.distributed.init_device_mesh("cpu", **(dims if wrapper == "HSDP" else {"mesh_shape": (world,)}))
+    options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(torch.float32)}  # it copies arguments
     for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
 
 
 def _start(case):
@@ -222,12 +223,12 @@ def test_a_checkpoint_is_resumed_on_another_mesh(tmp_path):
 def _of_other_ranks(rank, world):
     """What is said of wrappers and meshes of other ranks than all."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     from megatron_tree.integrations.transformers import register_sequence_parallel
 
-    ids = torch.arange(1, 17).view(1, -1)
+    ids, policy = torch.arange(1, 17).view(1, -1), MixedPrecisionPolicy(torch.float32)
     batch = {"input_ids": ids, "labels": ids}
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
     said = []
@@ -242,8 +243,8 @@ def _of_other_ranks(rank, world):
     note(mesh=(2, 2))
     for wrap in (
         lambda model: DistributedDataParallel(model, process_group=mesh.get_group("dp")),
-        lambda model: fully_shard(model, mesh=mesh["dp"]),
-        lambda model: fully_shard([fully_shard(model.model.layers[1].mlp.up_proj), model][1]),
+        lambda model: fully_shard(model, mesh=mesh["dp"], mp_policy=policy),
+        lambda model: fully_shard([fully_shard(model.model.layers[1].mlp.up_proj), model][1], mp_policy=policy),
     ):
         model = Case(sp=1, zero=0).model()
         parallel = register_sequence_parallel(model, mesh=mesh, mlp_tile=3)
@@ -257,7 +258,7 @@ def test_wrappers_and_meshes_of_other_ranks_are_refused():
     wanted = (
         "not all 4 of them: pass the mesh of the whole job",
         "sp_size=2 and a mesh: pass one of them",
-        "mesh must be a DeviceMesh, got tuple",
+        "mesh=(2, 2) must be a DeviceMesh or None",
         "averages gradients over 2 of 4 ranks: leave out its process_group",
         "give fully_shard a mesh of all 4",
         "up_proj of a LlamaMLP is sharded by itself",

@@ -7,6 +7,7 @@ pytest.importorskip("transformers")
 
 import megatron_tree.integrations.transformers  # noqa: F401
 import transformers
+from megatron_tree import log
 from megatron_tree.integrations.transformers import batch_shards, token_tiles, training
 from support.hf_architectures import random_model
 from support.hf_models import prompt, tiny_model
@@ -112,17 +113,63 @@ class _Biased(transformers.LlamaForCausalLM):
         return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss)
 
 
-def test_other_uses_of_the_logits(monkeypatch):
-    """By themselves, long shards of such a model have whole logits; tiles that were asked for are refused."""
+def test_other_uses_of_the_logits(monkeypatch, caplog):
+    """By themselves, long shards of such a model have whole logits, which is said once; tiles are refused."""
     config = tiny_model("llama").config
     losses = []
-    for elements in (2**26, 4):
+    monkeypatch.setattr(log, "_said", set())
+    for elements in (2**26, 4, 4):
         torch.manual_seed(1)
         monkeypatch.setattr(token_tiles, "ELEMENTS", elements)
         losses.append(_gradients(_Biased(config), {})[0])
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "megatron_tree"]
+    assert "of a shard are computed whole, as the model uses them in __add__" in said
     assert losses[0] == pytest.approx(losses[1], rel=rounding(SUMS))
     with pytest.raises(ValueError, match="loss_tile=7: the model uses its logits in __add__"):
         _gradients(_Biased(config), {"loss_tile": 7})
+
+
+def _as_accelerate(model):
+    """A model's forward under the bf16 of Accelerate, Trainer and TRL; [rows of the head's calls]."""
+    operations = pytest.importorskip("accelerate.utils.operations")
+    rows, plain = [], model.lm_head.forward
+
+    def counted(hidden):
+        rows.append(hidden.shape[:-1].numel())
+        return plain(hidden)
+
+    model.lm_head.forward = counted
+    model.forward = operations.convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(model.forward))
+    return rows
+
+
+class _ByShape(transformers.LlamaForCausalLM):
+    """A model that takes the size of the vocabulary, and what it divides by, from its logits."""
+
+    def forward(self, *args, labels=None, **kwargs):
+        logits = self.lm_head(self.model(*args, **kwargs).last_hidden_state)
+        assert logits.is_floating_point() and logits.dim() == logits.ndim == 3 and logits.size(1) == labels.shape[1]
+        assert hasattr(logits, "view") and not hasattr(logits, "sequence_lengths")
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
+        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits.float())
+
+
+@pytest.mark.parametrize("kind", [transformers.LlamaForCausalLM, _ByShape])
+def test_who_only_asks_for_the_dtype_or_shape_leaves_the_tiles(kind, monkeypatch):
+    """Those that were asked for, and those that long shards have by themselves."""
+    config = tiny_model("llama").config
+    monkeypatch.setattr(token_tiles, "ELEMENTS", 7 * config.vocab_size)
+    for options in ({"loss_tile": 7}, {}):
+        torch.manual_seed(1)
+        model = kind(config)
+        rows = _as_accelerate(model)
+        loss, gradients, output = _gradients(model, options)
+        assert max(rows) == 7 and sum(rows) == 2 * 60 and output.logits is None
+        torch.manual_seed(1)
+        want_loss, want, _ = _gradients(transformers.LlamaForCausalLM(config), WHOLE)
+        assert loss == pytest.approx(want_loss, rel=2**-7)
+        for name, gradient in gradients.items():
+            assert float((gradient - want[name]).norm()) < 0.1 * float(want[name].norm()), name
 
 
 @pytest.mark.parametrize(

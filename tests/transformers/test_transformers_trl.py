@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from support.ranks import largest, run_distributed
@@ -12,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("trl", reason="TRL is an optional package")
 
 STEPS = 4
+ROWS = 27  # which no batch divides
 OPTIONS = ARGUMENTS | {"max_steps": STEPS, "learning_rate": 1e-2, "bf16": False, "gradient_checkpointing": False}
 SENTENCES = [
     "a sequence is cut into shards", "ranks share what they see", "one tree sums them all", "every query meets its key",
@@ -35,11 +37,30 @@ def _model(kind="causal", seed=1):
     return classes[kind].from_config(config)
 
 
+def _with_lora(model, task=None):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    options = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False, "task_type": task}
+    return get_peft_model(model, LoraConfig(**options))
+
+
 def _pairs():
     from datasets import Dataset
 
-    rows = [(SENTENCES[i % 8][:9], SENTENCES[i % 8][9:], SENTENCES[(3 * i + 1) % 8]) for i in range(32)]
+    rows = [(SENTENCES[i % 8][:9], SENTENCES[i % 8][9:], SENTENCES[(3 * i + 1) % 8]) for i in range(ROWS)]
     return Dataset.from_list([{"prompt": p, "chosen": c, "rejected": r} for p, c, r in rows])
+
+
+def _on_disk(rows, folder):
+    """The rows in a folder of this run, in which TRL keeps what it computes for them on rank 0."""
+    from datasets import Dataset, load_from_disk
+
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        Dataset.from_list(rows).save_to_disk(str(folder))
+    if dist.is_initialized():
+        dist.barrier()
+    return load_from_disk(str(folder))
 
 
 def _make(name, trainer, folder, ranks, **more):
@@ -51,7 +72,7 @@ def _make(name, trainer, folder, ranks, **more):
     config = lambda kind, **options: getattr(trl, kind)(str(folder), **OPTIONS | size | options)  # noqa: E731
     options = {"processing_class": _tokenizer()} | more
     if name in ("smoothed", "weighted"):
-        rows = [_tokenizer()(text)["input_ids"] for text in SENTENCES * 4]
+        rows = [_tokenizer()(text)["input_ids"] for text in (SENTENCES * 4)[:ROWS]]
         data = [{"input_ids": ids, "labels": [-100] * (i % 5) + ids[i % 5 :]} for i, ids in enumerate(rows)]
         collator = transformers.DataCollatorForSeq2Seq(_tokenizer())
         if name == "weighted":
@@ -59,22 +80,22 @@ def _make(name, trainer, folder, ranks, **more):
         smoothing = 0.1 if name == "smoothed" else 0.0
         own = {"gradient_accumulation_steps": 2, "label_smoothing_factor": smoothing, "eval_strategy": "steps"}
         args = transformers.TrainingArguments(str(folder), **OPTIONS | size | own | {"eval_steps": 2})
-        return trainer(_model(), args, collator, data, data[:8], **options)
+        return trainer(_model(), args, collator, data, data[:5], **options)
     if name in ("sft", "packed"):
-        data = Dataset.from_list([{"prompt": s[:7], "completion": s[7:]} for s in SENTENCES * 4])
+        data = Dataset.from_list([{"prompt": s[:7], "completion": s[7:]} for s in (SENTENCES * 4)[:ROWS]])
         if name == "packed":
             data = Dataset.from_list([{"text": s} for s in SENTENCES * 16])
         packing = {"packing": True, "max_length": 64} if name == "packed" else {"loss_type": "dft"}
-        args = config("SFTConfig", gradient_accumulation_steps=2, **packing)
-        return trainer(model=_model(), args=args, train_dataset=data, **options)
+        own = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+        args = config("SFTConfig", **own, **packing)
+        return trainer(model=_model(), args=args, train_dataset=data, eval_dataset=data.select(range(5)), **options)
     if name == "lora":  # the reference is the model without its adapters
-        from peft import LoraConfig, get_peft_model
-
-        torch.manual_seed(3)
-        model = get_peft_model(
-            _model(), LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        return trainer(model=_with_lora(_model()), args=config("DPOConfig"), train_dataset=_pairs(), **options)
+    if name == "precomputed":
+        args = config("DPOConfig", precompute_ref_log_probs=True)
+        return trainer(
+            model=_model(), args=args, train_dataset=_on_disk(_pairs().to_list(), folder / "pairs"), **options
         )
-        return trainer(model=model, args=config("DPOConfig"), train_dataset=_pairs(), **options)
     if name in ("dpo", "fsdp"):
         sharded = name == "fsdp" and "sp_size" in more
         wrapper = {"fsdp": True, "fsdp_config": {"version": 2}} if sharded else {}
@@ -86,29 +107,32 @@ def _make(name, trainer, folder, ranks, **more):
             assert args.device.type == "cpu"
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
         return trainer(model=_model(), ref_model=_model(seed=2), args=args, train_dataset=_pairs(), **options)
-    if name == "reward":
+    if name in ("reward", "adapted"):
         args = config("RewardConfig", center_rewards_coefficient=0.1, eval_strategy="steps", eval_steps=2)
-        data = _pairs()
-        return trainer(
-            model=_model("scores"), args=args, train_dataset=data, eval_dataset=data.select(range(8)), **options
-        )
-    if name == "kto":
+        data, model = _pairs(), _model("scores")
+        if name == "adapted":
+            model = _with_lora(model, "SEQ_CLS")
+        return trainer(model=model, args=args, train_dataset=data, eval_dataset=data.select(range(8)), **options)
+    if name in ("kto", "precomputed_kto"):
         rows = [{"prompt": r["prompt"], "completion": r["chosen"], "label": i % 3 > 0} for i, r in enumerate(_pairs())]
-        args = config("KTOConfig")
-        return trainer(
-            model=_model(), ref_model=_model(seed=2), args=args, train_dataset=Dataset.from_list(rows), **options
-        )
+        args = config("KTOConfig", precompute_ref_log_probs=name == "precomputed_kto")
+        data, reference = _on_disk(rows, folder / "rows"), _model(seed=2)
+        return trainer(model=_model(), ref_model=reference, args=args, train_dataset=data, **options)
     data = Dataset.from_list([{"prompt": s[: 5 + i % 7]} for i, s in enumerate(SENTENCES * 4)])
     kind = "RLOOConfig" if name == "rloo" else "GRPOConfig"
-    online = {"num_generations": 8, "max_completion_length": 10, "per_device_train_batch_size": 8}
+    online = {"num_generations": 8, "max_completion_length": 10, "per_device_train_batch_size": 8 // ranks}
+    online |= {"normalize_advantages": True} if name == "rloo" else {}
     if name == "grpo":
         online |= {"steps_per_generation": 2, "num_iterations": 2, "gradient_accumulation_steps": 1}
         online |= {"mask_truncated_completions": False, "entropy_coef": 0.01}
-    elif name == "rollout":  # data-parallel ranks would sample by other random numbers
+    elif name == "statistics":
+        online |= {"scale_rewards": "batch", "top_entropy_quantile": 0.6, "loss_type": "cispo", "beta": 0.1}
+        online |= {"steps_per_generation": 2, "multi_objective_aggregation": "normalize_then_sum"}
+    elif name == "rollout":
         online["per_device_train_batch_size"], options["rollout_func"] = 16 // ranks, _rollout
     model = _model()
-    if name == "rloo":  # TRL loads the reference from where the model came from
-        model.config._name_or_path = str(folder.parent / "reference")
+    if name in ("rloo", "statistics"):  # TRL loads the reference from where the model came from
+        model.config._name_or_path = str(folder.parents[1] / "reference")
     args = config(kind, **online)
     return trainer(model=model, reward_funcs=_reward, args=args, train_dataset=data, **options)
 
@@ -141,9 +165,10 @@ def _rollout(prompts, trainer):
 
 KINDS = dict.fromkeys(("smoothed", "weighted"), "Trainer") | dict.fromkeys(("sft", "packed"), "SFTTrainer") | {
     "dpo": "DPOTrainer", "kto": "KTOTrainer", "reward": "RewardTrainer", "rloo": "RLOOTrainer", "grpo": "GRPOTrainer",
-    "rollout": "GRPOTrainer", "lora": "DPOTrainer", "fsdp": "DPOTrainer",
+    "rollout": "GRPOTrainer", "lora": "DPOTrainer", "fsdp": "DPOTrainer", "adapted": "RewardTrainer",
+    "statistics": "GRPOTrainer", "precomputed": "DPOTrainer", "precomputed_kto": "KTOTrainer",
 }  # fmt: skip
-CLOCKS = ("runtime", "per_second", "time", "flos")
+CLOCKS = ("runtime", "per_second", "time")
 
 
 def _class(name):
@@ -155,6 +180,8 @@ def _class(name):
 def _figures(trainer):
     """What is logged in every step but times, and the weights."""
     logs = [{k: v for k, v in log.items() if not any(c in k for c in CLOCKS)} for log in trainer.state.log_history]
+    for kept in ("prompt", "completion", "advantages"):  # of the latest completions
+        logs.append(dict(enumerate(getattr(trainer, "_logs", {}).get(kept, ()))))
     weights = {name: p.detach() for name, p in trainer.model.named_parameters()}
     return logs, {name: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for name, p in weights.items()}
 
@@ -162,7 +189,7 @@ def _figures(trainer):
 def _plain(rank, world, folder, names):
     found = {}
     for name in names:
-        trainer = _make(name, _class(name), folder, 1)
+        trainer = _make(name, _class(name), folder / name, world)
         trainer.train()
         found[name] = _figures(trainer)
     return found
@@ -177,14 +204,19 @@ def _sharded(rank, world, folder, names, sp_size, want):
         AcceleratorState._reset_state(reset_partial_state=True)
         cls = type("Mine", (SequenceParallelMixin, _class(name)), {})
         trainer = _make(
-            name, cls, folder / name, world // sp_size, sp_size=sp_size, loss_tile=16 if name != "reward" else None
+            name,
+            cls,
+            folder / name,
+            world // sp_size,
+            sp_size=sp_size,
+            loss_tile=None if "reward" in _class(name).__name__.lower() else 16,
         )
         trainer.train()
         logs, weights = _figures(trainer)
         for log, truth in zip(logs, want[name][0], strict=True):
             assert log.keys() == truth.keys()
-            # std: of each reward once for every rank of a group; with LoRA the reference is the same model at first
-            for key in (key for key in truth if "std" not in key and (name, key) != ("lora", "rewards/accuracies")):
+            # with LoRA the reference is the same model at first
+            for key in (key for key in truth if (name, key) != ("lora", "rewards/accuracies")):
                 assert log[key] == pytest.approx(truth[key], rel=1e-3, abs=2e-5), (name, key, log, truth)
         for key, p in weights.items():
             assert largest((p - want[name][1][key]).abs().flatten().tolist()) < 2e-5, (name, key)
@@ -192,24 +224,32 @@ def _sharded(rank, world, folder, names, sp_size, want):
 
 def _check(tmp_path, names, world, sp_size):
     _model(seed=2).save_pretrained(tmp_path / "reference")
-    (want,) = run_distributed(_plain, 1, tmp_path / "plain", names, timeout=250, env=OFFLINE, fresh=True)
+    want, *_ = run_distributed(
+        _plain, world // sp_size, tmp_path / "plain", names, timeout=250, env=OFFLINE, fresh=True
+    )
     for name in names:
         norms = [log["grad_norm"] for log in want[name][0] if "grad_norm" in log]
         assert len(norms) == STEPS and min(norms) > 1e-3, name
-    run_distributed(_sharded, world, tmp_path, names, sp_size, want, timeout=500, env=OFFLINE, fresh=True)
+    run_distributed(_sharded, world, tmp_path / "sharded", names, sp_size, want, timeout=500, env=OFFLINE, fresh=True)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.supports("TRL's trainers", with_="SFT, DPO, GRPO; 2 ranks")
 @pytest.mark.supports("`transformers.Trainer`", with_="label smoothing, compute_loss_func")
 def test_trainers_with_other_losses_on_two_ranks(tmp_path):
-    _check(tmp_path, ["smoothed", "weighted", "dpo", "grpo", "sft"], 2, 2)
+    _check(tmp_path, ["smoothed", "weighted", "dpo", "grpo", "sft", "precomputed", "precomputed_kto"], 2, 2)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.supports("TRL's trainers", with_="GRPO; dp = 2, sp = 2; statistics of all rewards")
+def test_two_groups_that_share_the_answers_to_a_prompt(tmp_path):
+    _check(tmp_path, ["statistics"], 4, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.supports("TRL's trainers", with_="packed SFT, KTO, RLOO, reward models; DPO with LoRA, FSDP2")
-@pytest.mark.parametrize("names", [["packed", "kto", "lora"], ["reward", "rloo", "fsdp"]])
+@pytest.mark.parametrize("names", [["packed", "kto", "lora", "adapted"], ["reward", "rloo", "fsdp"]])
 def test_more_trainers_on_two_ranks(tmp_path, names):
     _check(tmp_path, names, 2, 2)
 
@@ -217,7 +257,9 @@ def test_more_trainers_on_two_ranks(tmp_path, names):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.supports("TRL's trainers", with_="dp = 2, sp = 2; sp = 4")
-@pytest.mark.parametrize(("names", "sp_size"), [(["weighted", "dpo", "rollout"], 2), (["reward", "sft", "grpo"], 4)])
+@pytest.mark.parametrize(
+    ("names", "sp_size"), [(["weighted", "dpo", "rollout", "rloo"], 2), (["reward", "sft", "grpo"], 4)]
+)
 def test_four_ranks(tmp_path, names, sp_size):
     _check(tmp_path, names, 4, sp_size)
 
@@ -229,20 +271,27 @@ def test_what_is_refused():
 
     processor = {"processing_class": SimpleNamespace(image_processor=None)}
     for name, options, given, message in (
-        ("GRPOTrainer", {"scale_rewards": "batch"}, {}, "scale_rewards='batch' doesn't work on shards"),
-        ("GRPOTrainer", {"top_entropy_quantile": 0.2}, {}, "top_entropy_quantile=0.2"),
-        ("GRPOTrainer", {"cast_lm_head_to_fp32": True}, {}, "cast_lm_head_to_fp32=True"),
-        ("RLOOTrainer", {"normalize_advantages": True}, {}, "normalize_advantages=True"),
+        ("GRPOTrainer", {"cast_lm_head_to_fp32": True}, {}, "cast_lm_head_to_fp32=True doesn't work on shards"),
+        (
+            "GRPOTrainer",
+            {"use_transformers_continuous_batching": True},
+            {},
+            "use_transformers_continuous_batching=True",
+        ),
         ("RLOOTrainer", {}, processor, "trains on text"),
+        ("GRPOTrainer", {"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha=5.0: GRPOTrainer would add noise"),
         ("SFTTrainer", {"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor=0.1: SFTTrainer computes it"),
         ("SFTTrainer", {}, {"compute_loss_func": print}, "compute_loss_func=<built-in function print>"),
     ):
         with pytest.raises(ValueError, match=message):
             trl.check_arguments(name, SimpleNamespace(**options), given)
     sizes = {"per_device_train_batch_size": 4, "steps_per_generation": 1, "num_generations": 8, "eval_strategy": "no"}
-    args = SimpleNamespace(**sizes)
-    with pytest.raises(ValueError, match="steps_per_generation=4 must be a multiple of the 8 answers"):
-        trl.count_batches(args, SimpleNamespace(sp_size=2, dp_size=2))
+    args = SimpleNamespace(**sizes, use_vllm=False)
+    with pytest.raises(ValueError, match="steps_per_generation=4 times 3 sequence groups must be a multiple of the 8"):
+        trl.count_batches(args, SimpleNamespace(sp_size=2, dp_size=3))
     args.steps_per_generation = 4
     trl.count_batches(args, SimpleNamespace(sp_size=2, dp_size=3))
     assert args.generation_batch_size == 48
+    args.use_vllm, args.vllm_mode = True, "colocate"
+    with pytest.raises(ValueError, match="vllm_mode='colocate': vLLM would run on 3 sequence groups"):
+        trl.count_batches(args, SimpleNamespace(sp_size=2, dp_size=3))

@@ -22,7 +22,9 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 import deepspeed
+from transformers import PreTrainedModel
 
+from ...arguments import checked, shown
 from ...cache.graph import check_cuda_graphs
 from ...comm import group_rank, group_size, neighbours
 from ...comm.rendezvous import LAUNCHER_VARIABLES, check_launched, start_default_group
@@ -86,6 +88,7 @@ def init_comm(timeout_s: float) -> None:
         deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=timeout_s), verbose=False)
 
 
+@checked
 def init_inference(
     model,
     *,
@@ -178,8 +181,10 @@ class _Ranks(NamedTuple):
 
 def _model_or_folder(model, weights: str, dtype: torch.dtype | None):
     """(model, its folder): sharded weights of a folder are read later, in pieces."""
-    if not isinstance(model, (str, Path)):
+    if isinstance(model, PreTrainedModel):
         return model, None
+    if not isinstance(model, (str, Path)):
+        raise ValueError(f"model={shown(model)} must be a Transformers model, or the folder of one")
     if not (folder := Path(model)).is_dir():
         raise ValueError(f"model={str(model)!r} is no folder: pass a model, or the folder that holds its files")
     return (empty_model(folder, dtype) if weights == "sharded" else load_model(folder, dtype)), folder
@@ -298,6 +303,7 @@ def _check_sizes(sp_size: int | None, tp_size: int, config) -> int:
     return sp_size
 
 
+@checked
 def generate(
     engine, input_ids: Tensor, *, max_new_tokens: int, cache: TreeCache | None = None, **options
 ) -> Generation:

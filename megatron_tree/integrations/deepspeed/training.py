@@ -28,7 +28,7 @@ import deepspeed
 
 from ...comm import group_rank, group_size
 from ...config import TreeConfig
-from ...files import whole_file
+from ...files import whole_file, writing
 from ..transformers.parallel import SequenceParallel
 from .inference import init_comm
 
@@ -126,14 +126,24 @@ def initialized_with(parallel: SequenceParallelMpu) -> Iterator[None]:
 def save_checkpoint(engine, folder: str, step: int, *, kept: int = 2) -> None:
     """Save an engine as `folder`/step<N>, name it in `folder`/latest, and delete all but the newest. Collective.
 
-    A run that is killed at any time leaves a whole checkpoint, which "latest" names: DeepSpeed itself writes that file
-    when rank 0 is ready, here it is written when all ranks are. `engine.load_checkpoint(folder)` returns
-    client_state = {"step": step}.
+    A run that is killed at any time, or has no space left, leaves a whole checkpoint, which "latest" names: the new one
+    has another name until all ranks are ready, and DeepSpeed itself writes "latest" when rank 0 is.
+    `engine.load_checkpoint(folder)` returns client_state = {"step": step}.
+
+    Raises: `NotWritten` on the ranks that can't write; others wait, for a `comm.monitored` region to tell them.
     """
-    tag = f"step{step}"
-    engine.save_checkpoint(folder, tag=tag, client_state={"step": step}, save_latest=False)
+    tag, unfinished = f"step{step}", Path(folder, f"step{step}.unfinished")
+    if dist.get_rank() == 0:
+        for left in Path(folder).glob("step*.unfinished"):
+            shutil.rmtree(left)
+    dist.barrier()
+    with writing(unfinished):
+        engine.save_checkpoint(folder, tag=unfinished.name, client_state={"step": step}, save_latest=False)
     dist.barrier()
     if dist.get_rank() == 0:
+        with writing(unfinished):
+            shutil.rmtree(final := Path(folder, tag), ignore_errors=True)
+            unfinished.replace(final)
         with whole_file(Path(folder, "latest")) as part:
             part.write_text(tag)
         others = [path for path in Path(folder).glob("step*") if path.name[4:].isdigit() and path.name != tag]

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
 
-from .documents import check_cut, is_one_document  # noqa: E402
+from .documents import check_cut, check_rolled, is_one_document  # noqa: E402
 from .masks import read_mask  # noqa: E402
 
 serving: ContextVar[Any] = ContextVar("serving", default=None)
@@ -265,6 +265,7 @@ class TreeDotProductAttention(MegatronModule):
         else:
             options |= dict(cu_seqlens=packed.cu_seqlens_q, cu_seqlens_padded=packed.cu_seqlens_q_padded)
         check_cut(packed, options["cp_group"])
+        check_rolled(packed, self.config)
         if getattr(packed, "prefix_tree", None) is not None:
             return self._over_tree(query, key, value, packed.prefix_tree, options)
         return self._out(tree_attn_varlen_func(query, key, value, **options)).flatten(1)

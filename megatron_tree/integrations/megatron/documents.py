@@ -88,6 +88,22 @@ def check_cut(packed: Any, cp_group: Any) -> None:
         )
 
 
+def check_rolled(packed: Any, config: Any) -> None:
+    """Raise a ValueError for padded documents in multi-token prediction: Megatron rolls tokens and labels at the
+    boundaries without padding."""
+    number, padded = getattr(config, "mtp_num_layers", None), packed.cu_seqlens_q_padded
+    if not number or padded is None:
+        return
+    bounds, ends = document_bounds("cu_seqlens_q", packed.cu_seqlens_q), document_bounds("cu_seqlens_q_padded", padded)
+    if bounds != ends:
+        raise ValueError(
+            f"mtp_num_layers={number} with documents that end at token {bounds[-1]} (cu_seqlens_q), with their padding "
+            f"at {ends[-1]} (cu_seqlens_q_padded): Megatron rolls labels at the ends without padding. Pass the padded "
+            "boundaries as cu_seqlens_q and cu_seqlens_kv, too, and a loss_mask of 0 for padding: causal attention "
+            "then gives the losses of documents without padding"
+        )
+
+
 def dispatch_batch(
     batch: dict[str, Any],
     cu_seqlens: Any = None,

@@ -11,10 +11,9 @@ from typing import NamedTuple
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ... import comm
-from ...layout import shard_positions
+from ...layout import ReadOnce, shard_positions
 from . import compat
 
 # whether the kernels apply the causal mask; with `arbitrary` the mask itself decides
@@ -30,8 +29,6 @@ MASKS = {
     AttnMaskType.padding_causal: [(True, True), (False, True)],
     AttnMaskType.arbitrary: [(False, False), (True, True)],
 }
-
-_read: WeakIdKeyDictionary = WeakIdKeyDictionary()  # mask -> (its version, the arguments, the result)
 
 
 class MaskRead(NamedTuple):
@@ -70,14 +67,11 @@ def read_mask(
         return MaskRead(CAUSAL[mask_type])
     if mask_type == AttnMaskType.causal and compat.loads_causal_masks():
         return MaskRead(True)
-    arguments = (mask_type, batch, num_queries, num_keys, cp_group)
-    known = _read.get(mask)
-    if known is None or known[:2] != (mask._version, arguments):
-        known = _read[mask] = mask._version, arguments, _read_tensor(mask, *arguments, timeout_s)
-    return known[2]
+    return _read(mask, mask_type, batch, num_queries, num_keys, cp_group, timeout_s)
 
 
-def _read_tensor(
+@ReadOnce
+def _read(
     mask: Tensor, mask_type: AttnMaskType, batch: int, num_queries: int, num_keys: int, cp_group, timeout_s: float
 ) -> MaskRead:
     world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextvars
+import copy
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...arguments import checked
 from ...attention.sequences import dispatch_documents, dispatch_prefix_tree, shard_sequence
 from ...comm import group_rank, group_size, process_group
 from ...config import TreeConfig
@@ -42,33 +44,55 @@ class WholeBatch:
         return (x.flatten(-2).unsqueeze(-2) if self.packed else x)[..., self.rows.clamp(min=0)]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class SequenceShard:
-    """What the layers and the loss need to know about a batch made by `shard_batch`."""
+    """What the layers and the loss need to know about a batch made by `shard_batch`.
 
-    cp_group: object
-    loss_group: object
-    config: TreeConfig | None
-    num_tokens: int
-    """Tokens of this rank's shard."""
-    documents: Dispatched | None
-    """Who holds what of a packed batch; None: one sequence per row, zigzag."""
-    dropout_seed: str | None
-    whole_shape: tuple[int, int]
-    """[b, s] of the batch."""
-    row_lengths: Tensor
-    """int64 [b, 1] or [1, t / p]: tokens of each row or, if packed, of the document of each of this rank's tokens."""
-    whole: WholeBatch
-    image_blocks: tuple[tuple[int, int], ...] = ()
-    """(first, one past the last) token of each run of image tokens that see each other, of all rows in a line."""
-    prefix_tree: PrefixTree | None = None
-    """Of which the packed batch is; `documents` has one document then."""
-    weights: Tensor | None = None
-    """fp32 [1, t / p]: of the labels in the loss; None: 1 each."""
-    token_values: Callable[[Tensor, Tensor], Tensor] | None = None
-    """What the loss function makes of logits and labels instead of the mean (log_probs.py)."""
-    used_by: dict = field(default_factory=dict)
-    """Windows of the layers that have used this shard, by number; and "loss"."""
+    No dataclass: wrappers with a dtype of their own (FSDP2, by its MixedPrecisionPolicy) give a module copies of the
+    dataclasses among its arguments, whose tensors they have cast.
+    """
+
+    def __init__(
+        self,
+        *,
+        cp_group,
+        loss_group,
+        config: TreeConfig | None,
+        num_tokens: int,
+        documents: Dispatched | None,
+        dropout_seed: str | None,
+        whole_shape: tuple[int, int],
+        row_lengths: Tensor,
+        whole: WholeBatch,
+        image_blocks: tuple[tuple[int, int], ...] = (),
+        prefix_tree: PrefixTree | None = None,
+        weights: Tensor | None = None,
+    ):
+        """
+        Args:
+            num_tokens: tokens of this rank's shard.
+            documents: who holds what of a packed batch; None: one sequence per row, zigzag.
+            whole_shape: [b, s] of the batch.
+            row_lengths: int64 [b, 1] or [1, t / p]: tokens of each row or, if packed, of the document of each of this
+                rank's tokens.
+            image_blocks: (first, one past the last) token of each run of image tokens that see each other, of all rows
+                in a line.
+            prefix_tree: of which the packed batch is; `documents` has one document then.
+            weights: fp32 [1, t / p] of the labels in the loss; None: 1 each.
+        """
+        self.cp_group, self.loss_group, self.config = cp_group, loss_group, config
+        self.num_tokens, self.documents, self.dropout_seed = num_tokens, documents, dropout_seed
+        self.whole_shape, self.row_lengths, self.whole = whole_shape, row_lengths, whole
+        self.image_blocks, self.prefix_tree, self.weights = image_blocks, prefix_tree, weights
+        self.token_values: Callable[[Tensor, Tensor], Tensor] | None = None
+        """What the loss function makes of logits and labels instead of the mean (log_probs.py)."""
+        self.used_by: dict = {}
+        """Windows of the layers that the model's last run has given this shard, by number; and "loss"."""
+
+    def changed(self, **values) -> SequenceShard:
+        """This shard with other values, which no layer has used yet."""
+        shard = copy.copy(self)
+        vars(shard).update(values, used_by={})
+        return shard
 
     @functools.cached_property
     def layout(self) -> Dispatched:
@@ -98,8 +122,9 @@ current_shard: contextvars.ContextVar[SequenceShard | None] = contextvars.Contex
 """The shard of the batch that a model runs."""
 
 
+@checked
 def shard_batch(
-    batch: dict[str, Tensor],
+    batch: Mapping[str, Tensor],
     *,
     cp_group,
     loss_group=None,
@@ -113,9 +138,10 @@ def shard_batch(
         batch: the same on every rank of cp_group:
             input_ids int64 [b, s];
             labels int64 [b, s] as in Transformers: not shifted, -100 for tokens without a loss;
-            attention_mask [b, s]: 0 for padding, which is on the right and has labels of -100;
-            position_ids [b, s]: a position that is not the previous one plus one starts a new document. Documents do
-            not see each other. The rows of such a packed batch become one row. What collators tell flash attention
+            attention_mask [b, s]: 0 for padding, on the right, with labels of -100; a row may have nothing else;
+            position_ids [b, s]: a position that is not the previous one plus one starts a new document; if there is an
+            attention_mask, one that is not larger, so that positions may have gaps. Documents do not see each other.
+            The rows of such a packed batch become one row. What collators tell flash attention
             beside them (cu_seq_lens_q and so on) may stay in the batch.
             position_ids [3, b, s] (M-RoPE: time, height, width) of batches that are not packed, or [4, b, s], whose
             first ones are those in the text. Without any, the model computes its own from mm_token_type_ids.
@@ -220,7 +246,7 @@ def _checked(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, Tensor | 
             raise ValueError(f"{name} {list(x.shape)} must have the shape of input_ids, {list(ids.shape)}")
     if mask is not None:
         mask = mask.bool()
-        if (mask[:, 1:] & ~mask[:, :-1]).any() or not mask[:, 0].all():
+        if (mask[:, 1:] & ~mask[:, :-1]).any():
             raise ValueError("attention_mask: padding must be on the right of every row, where no token sees it")
         if labels is not None and (labels[~mask] != IGNORED).any():
             raise ValueError(f"labels of padding (attention_mask 0) must be {IGNORED}")
@@ -242,9 +268,10 @@ def _image_blocks(batch: dict[str, Tensor]) -> tuple[tuple[int, int], ...]:
 
 def _documents(batch: dict, mask: Tensor | None, positions: Tensor) -> tuple[list[int], Tensor]:
     """(lengths of the packed documents, or [s], int64 [b, s]: the length of every token's row or document)."""
-    begins = positions.diff(dim=1) != 1
+    steps = positions.diff(dim=1)
+    begins = steps != 1
     if mask is not None:
-        begins &= mask[:, 1:]
+        begins = (steps < 1) & mask[:, 1:]
         if begins.any() and not mask.all():
             raise ValueError(
                 "position_ids that start again (packed documents) can't be combined with an attention_mask that has "

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from transformers import PreTrainedConfig
+
+from ...arguments import checked
 from ...cache import ShardedCache
 from ...cache.files import load_rows, save_rows
 from ...cache.forward import ForwardPass, forward_pass
 from ...cache.gathered import Piece
 from ...cache.rows import Row
-from ...comm import group_rank, group_size, outside_graphs, process_group
+from ...comm import begin_step, group_rank, group_size, outside_graphs, process_group, shared_checks
 from ...config import DECODE_SCHEDULES, TreeConfig, check_choice
 from .architectures import check_cached, layers_of
 from .indexed import index_on_ranks
@@ -50,15 +54,16 @@ class TreeCache(Cache):
             unknown schedule or dtype, a page_size below 1, a rank outside of cp_group.
     """
 
+    @checked
     def __init__(
         self,
-        config,
+        config: PreTrainedConfig,
         *,
         cp_group=None,
         page_size: int = 16,
         dtype: str = "auto",
         schedule: str = "auto",
-        head_shares: tuple[int, ...] | None = None,
+        head_shares: Sequence[int] | None = None,
         weights_group=None,
         state_pieces: dict[str, Piece] | None = None,
         tree_config: TreeConfig | None = None,
@@ -106,13 +111,13 @@ class TreeCache(Cache):
         return {"cp_group": self.cp_group, "schedule": self.schedule, "head_shares": self.head_shares}
 
     @contextlib.contextmanager
-    def forward_pass(self, rows, num_tokens: int, *, sharded: bool = False, place=None, progress=None):
+    def forward_pass(self, rows, num_tokens: int, **options):
         """Context of one run of the model over new tokens of some rows; see `megatron_tree.cache.forward`."""
-        options = self._of_passes | {"sharded": sharded, "place": place, "progress": progress}
-        self.runs.end(self._batch())
-        held = [self.store.book.rows[row] for row in rows]
-        self.runs.take_states(held)
-        with forward_pass(self.store, rows, num_tokens, **options) as forward:
+        with shared_checks("a run of the model", self.cp_group):
+            self.runs.end(self._batch())
+            held = [self.store.book.rows[row] for row in rows]
+            self.runs.take_states(held)
+        with forward_pass(self.store, rows, num_tokens, **self._of_passes, **options) as forward:
             with self.running(forward):
                 yield forward
             self.runs.give_states(held)
@@ -162,14 +167,21 @@ class TreeCache(Cache):
         """Let a layer join the run over the batch, or begin the next one."""
         runs = self.runs
         if not runs.is_begun or (runs.forward is not None and runs.has_stored(self.slot_of[layer_idx])):
-            runs.begin(self._batch())
+            self._begin_batch_run()
         if runs.forward is None:
-            if not self.rows:
-                self.rows = [self.store.book.add() for _ in range(key_states.shape[0])]
-            self._check_batch(key_states.shape[0])
-            self._check_rope(key_states.shape[2])
-            append = self.store.append(self.rows, key_states.shape[2])
+            num_rows, num_tokens = key_states.shape[0], key_states.shape[2]
+            with shared_checks("a run of the model", self.cp_group):
+                if not self.rows:
+                    self.rows = [self.store.book.add() for _ in range(num_rows)]
+                self._check_batch(num_rows)
+                self._check_rope(num_tokens)
+                append = self.store.append(self.rows, num_tokens)
+            begin_step(self.cp_group, rows=append.rows, positions=append.first, num_tokens=num_tokens)
             runs.forward = ForwardPass(self.store, append, **self._of_passes)
+
+    def _begin_batch_run(self) -> None:
+        with shared_checks("a run of the model", self.cp_group):
+            self.runs.begin(self._batch())
 
     def _check_batch(self, num_rows: int) -> None:
         if self.rows and len(self.rows) != num_rows:
@@ -182,7 +194,7 @@ class TreeCache(Cache):
         """The state of a layer's convolution [b, channels, width]; None before a row's first tokens."""
         reached = self.runs.reaches(layer_idx, state_idx)
         if not self.runs.is_open and (reached or not self.runs.is_begun):
-            self.runs.begin(self._batch())
+            self._begin_batch_run()
             self.runs.reaches(layer_idx, state_idx)
         return super().get_conv_state(layer_idx, state_idx)
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ...comm import collective_call, shared_checks
+from ...arguments import checked
+from ...comm import check_local, collective_call, shared_checks
 from ...config import check_choice, default_config
 from ...generation.answers import Answer, Recorder, answer_all
 from ...generation.checks import prompt_tensor
@@ -47,13 +49,14 @@ class Generation:
 
 
 @torch.no_grad()
+@checked
 def generate(
     model,
     input_ids: Tensor,
     *,
     cache: TreeCache,
     max_new_tokens: int,
-    eos_token_id: int | list[int] | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
     attention_mask: Tensor | None = None,
     prefill: str = "sharded",
     chunk_size: int = CHUNK_SIZE,
@@ -88,6 +91,7 @@ def generate(
         check_choice("prefill", prefill, PREFILLS)
         runner = Runner(model, cache, token_group=token_group, chunk_size=chunk_size, cuda_graphs=cuda_graphs)
         prefill = prefill if runner.shares_prompts else "replicated"
+        check_local(input_ids=input_ids, attention_mask=attention_mask)
         prompts = _check_prompts(model, input_ids, attention_mask, cache, max_new_tokens, runner.vocab_size)
         scheduler = Scheduler(
             runner,

@@ -10,16 +10,17 @@ No rank ever holds the logits [b, s / p, vocab]: they are computed for some toke
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...arguments import checked
 from ...attention.sequences import shard_sequence, unshard_sequence
-from ...comm import group_size
+from ...comm import check_local, group_size
 from .batch_shards import SequenceShard
 from .token_tiles import IGNORED, DeferredLogits, default_tile, rows_in_tiles
 
@@ -88,6 +89,7 @@ VALUES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
+@checked
 def log_probs_of_hidden(
     hidden: Tensor,
     weight: Tensor,
@@ -108,6 +110,11 @@ def log_probs_of_hidden(
         tile: tokens whose logits are computed at a time; default: as many as give 256 MiB.
     Returns: values of the shape of labels; differentiable once.
     """
+    check_local(hidden=hidden, weight=weight, labels=labels, bias=bias)
+    fits = hidden.dim() > 1 and weight.dim() == 2 and hidden.shape[-1] == weight.shape[1]
+    if not fits or labels.shape != hidden.shape[:-1] or labels.dtype != torch.int64:
+        shapes = f"hidden {list(hidden.shape)}, weight {list(weight.shape)} and labels {list(labels.shape)}"
+        raise ValueError(f"{shapes}, {labels.dtype}: they must be [..., d], [vocab, d] and int64 [...]")
     wanted = TokenValues(names=_names(entropy), temperature=temperature, tile=tile)
 
     def of_tile(rows: Tensor, labels: Tensor) -> Tensor:
@@ -121,8 +128,9 @@ def log_probs_of_hidden(
     )
 
 
+@checked
 def token_log_probs(
-    model, shard: dict, *, temperature: float = 1.0, entropy: bool = False, tile: int | None = None
+    model: Callable, shard: Mapping, *, temperature: float = 1.0, entropy: bool = False, tile: int | None = None
 ) -> LogProbs:
     """Log-probabilities of a shard's labels, [b, s / p] of this rank's tokens. Collective, as the model's forward.
 
@@ -142,14 +150,22 @@ def token_values(model, shard: dict, wanted: TokenValues) -> Tensor:
 
 def asking(shard: dict, wanted: TokenValues) -> dict:
     """The shard, for which the model's loss is a tensor of the values of every token."""
+    about = _about(shard)
     if shard.get("labels") is None:
         raise ValueError(
             f"the shard has {sorted(shard)} and no labels: give shard_batch labels, -100 where none is wanted"
         )
-    return shard | {"sequence_shard": replace(shard["sequence_shard"], token_values=wanted)}
+    return shard | {"sequence_shard": about.changed(token_values=wanted)}
 
 
-def gather_tokens(x: Tensor, shard: dict) -> Tensor:
+def _about(shard: Mapping) -> SequenceShard:
+    if not isinstance(about := shard.get("sequence_shard"), SequenceShard):
+        raise ValueError(f"shard has {sorted(shard)} and no sequence_shard: pass what shard_batch returned")
+    return about
+
+
+@checked
+def gather_tokens(x: Tensor, shard: Mapping) -> Tensor:
     """The values of all tokens of the batch, on every rank that shares its sequences. One all-gather.
 
     x: [b, s / p, ...] (packed: [1, t / p, ...]), of this rank's tokens; shard: from `shard_batch`.
@@ -157,7 +173,7 @@ def gather_tokens(x: Tensor, shard: dict) -> Tensor:
     Differentiable once: a loss of the result, which every rank of the sequence group computes alike, has gradients that
     are right when parameters' gradients are *averaged* over all ranks, as DDP, FSDP2 and DeepSpeed do.
     """
-    return _GatherTokens.apply(x, shard["sequence_shard"])
+    return _GatherTokens.apply(x, _about(shard))
 
 
 class _GatherTokens(torch.autograd.Function):

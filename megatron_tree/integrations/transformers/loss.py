@@ -10,7 +10,7 @@ from torch import Tensor
 
 from transformers import PreTrainedModel
 
-from ...comm import all_reduce, group_size, outside_graphs
+from ...comm import all_arrive, all_reduce, group_size, outside_graphs
 from ...config import default_config
 from .token_tiles import IGNORED, DeferredLogits
 
@@ -38,7 +38,9 @@ class _MeanOverRanks(torch.autograd.Function):
         ctx.save_for_forward(output[1])
 
     @staticmethod
+    @outside_graphs
     def backward(ctx, grad: Tensor, _):
+        all_arrive("the backward of the loss", ctx.group, timeout_s=ctx.timeout_s)  # before DDP sums gradients up
         (scale,) = ctx.saved_tensors
         return grad * scale, None, None, None, None
 
@@ -73,8 +75,8 @@ def loss_over_all_ranks(
     if sequence_shard is None:
         options = {"vocab_size": vocab_size, "num_items_in_batch": num_items_in_batch}
         return plain_loss(logits, labels, **options, **kwargs)
-    sequence_shard.used_by["loss"] = None
     if sequence_shard.token_values is not None:
+        sequence_shard.used_by["loss"] = None
         return sequence_shard.token_values(logits, labels)
     labels = labels.flatten()
 
@@ -88,7 +90,9 @@ def loss_over_all_ranks(
     total = each.sum() if weights is None else (each * weights.flatten()).sum()
     limit = (sequence_shard.config or default_config()).timeout_s
     count = (labels != IGNORED).sum() if weights is None else weights.sum()
-    return _MeanOverRanks.apply(total, count, num_items_in_batch, sequence_shard.loss_group, limit)[0]
+    loss = _MeanOverRanks.apply(total, count, num_items_in_batch, sequence_shard.loss_group, limit)[0]
+    sequence_shard.used_by["loss"] = None
+    return loss
 
 
 def check_loss(model: PreTrainedModel, expected: Callable, router_logits: bool | None = None) -> None:

@@ -1,6 +1,7 @@
-"""What Transformers' own `generate` does before a step over a `TreeCache`.
+"""What Transformers' own `generate` does over a `TreeCache`.
 
-It compares the tokens of the ranks, and it runs a row again whose rotary embedding has changed (longrope).
+First, it refuses options that would run the model without the cache. Before a step it compares the tokens of the ranks,
+and it runs a row again whose rotary embedding has changed (longrope).
 """
 
 from __future__ import annotations
@@ -16,12 +17,31 @@ from ...config import default_config
 from .architectures import model_class
 from .rope import follow_whole_rows
 
+RUN_BESIDE = {"guidance_scale": (None, 1), "assistant_early_exit": (None,), "use_mtp": (None, False)}
+"""Options with which `generate` runs the model over another cache, too, and their values that don't."""
+
 
 def prepare_generate(config) -> None:
     """Make `generate` of a configuration's model do this. No effect on other models and caches."""
     model = model_class(config)
     if model is not None and not hasattr(model.prepare_inputs_for_generation, "without_tree_cache"):
         model.prepare_inputs_for_generation = _prepare_with(model.prepare_inputs_for_generation)
+        model._prepare_cache_for_generation = _cache_with(model._prepare_cache_for_generation)
+
+
+def _cache_with(plain):
+    @functools.wraps(plain)
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        if hasattr(model_kwargs.get("past_key_values"), "cp_group"):
+            for option, allowed in RUN_BESIDE.items():
+                if (value := getattr(generation_config, option, None)) not in allowed:
+                    raise ValueError(
+                        f"{option}={value!r}: generate would run the model over a second cache, which is no TreeCache. "
+                        f"Leave {option} out, or use attn_implementation='sdpa' and Transformers' own cache"
+                    )
+        return plain(self, generation_config, model_kwargs, *args, **kwargs)
+
+    return _prepare_cache_for_generation
 
 
 def _prepare_with(plain):

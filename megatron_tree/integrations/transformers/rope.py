@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...cache.pages import kept
+
 row_lengths: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("tree_row_lengths", default=None)
 """int64 [b, n] or [b, 1]: tokens of the row that a token belongs to, in the model's current run."""
 
@@ -147,6 +149,7 @@ def _forget_lengths(module) -> None:
     for name, original in list(module.named_buffers(recurse=False)):
         if name.endswith("original_inv_freq"):
             prefix = name.removesuffix("original_inv_freq")
-            getattr(module, f"{prefix}inv_freq").copy_(original)
+            with kept():  # inv_freq may be a tensor of inference mode, which nothing else can change
+                setattr(module, f"{prefix}inv_freq", original.clone())
             if limit is not None:
                 setattr(module, f"{prefix}max_seq_len_cached", limit)

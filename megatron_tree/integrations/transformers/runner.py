@@ -22,8 +22,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ...arguments import checked
 from ...cache.runner import CHUNK_SIZE, RowRunner
-from ...comm import collective_call, group_size
+from ...comm import collective_call, group_size, in_step
 from ...generation.images import bytes_of
 from .architectures import CHUNKED, POOLED
 from .attention import TreeCache, check_model
@@ -45,6 +46,7 @@ class Runner(RowRunner):
     Raises: ValueError for another attention implementation, sizes below 1, or CUDA graphs that can't be had.
     """
 
+    @checked
     def __init__(
         self,
         model,
@@ -123,7 +125,8 @@ class Runner(RowRunner):
                     of_all.update(bytes_of(x))
                 values["digest of tokens and images"] = of_all.hexdigest()[:16]
             call.agree(num_tokens=len(tokens), **values)
-        return embed_prompt(self.model, tokens.to(self.device), inputs)
+        with in_step(self.token_group):
+            return embed_prompt(self.model, tokens.to(self.device), inputs)
 
     @property
     def _without_images(self) -> str | None:
@@ -168,7 +171,8 @@ class Runner(RowRunner):
         return min((limit for limit in limits if limit is not None), default=None)
 
     def _forward_pass(self, rows, num_tokens: int, *, sharded: bool = False, progress=None):
-        return self.cache.forward_pass(rows, num_tokens, sharded=sharded, place=self._place, progress=progress)
+        options = {"sharded": sharded, "place": self._place, "progress": progress, "token_group": self.token_group}
+        return self.cache.forward_pass(rows, num_tokens, **options)
 
     @property
     def _begins_rows(self) -> bool:

@@ -10,6 +10,7 @@ accumulation, loss scales and tied weights need nothing. DeepSpeed's ALST (arXiv
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -18,10 +19,12 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ...log import warn_once
 from .split_rules import MLPS, PROJECTIONS
 
 IGNORED = -100  # Transformers' label of a token that has no loss
 ELEMENTS = 2**26  # of the fp32 logits of a tile (256 MiB), if the number of tokens is not given
+KNOWN = ("dtype", "shape", "ndim", "dim", "size", "numel", "is_floating_point")  # of logits that are not computed
 
 
 def rows_in_tiles(function: Callable, rows: tuple[Tensor, ...], parameters: list[Tensor], tile: int) -> Tensor:
@@ -98,12 +101,16 @@ class _Once(torch.autograd.Function):
 class DeferredLogits:
     """What a model's head gives instead of logits: the hidden states [b, s, d], and what is done with logits later.
 
-    Scaling and softcaps, elementwise and by numbers, are noted and done tile by tile. For anything else the logits are
-    computed whole or, if the user has asked for tiles, refused.
+    Scaling and softcaps, elementwise and by numbers, are noted and done tile by tile. What only asks for their dtype or
+    shape, as Accelerate's bf16 does, is told. For anything else the logits are computed whole, which is logged, or, if
+    the user has asked for tiles, refused.
     """
 
-    def __init__(self, head: nn.Linear, hidden: Tensor, tile: int, asked: bool, steps: tuple = ()):
-        self.head, self.hidden, self.tile, self.asked, self.steps = head, hidden, tile, asked, steps
+    def __init__(self, head: nn.Linear, hidden: Tensor, tile: int, asked: bool):
+        self.head, self.hidden, self.tile, self.asked, self.steps = head, hidden, tile, asked, ()
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        self.like = torch.empty(*hidden.shape[:-1], head.out_features, dtype=dtype, device="meta")
         self.device = hidden.device
 
     def of_tokens(self, function: Callable, labels: Tensor) -> Tensor:
@@ -115,7 +122,9 @@ class DeferredLogits:
         return self._then(torch.Tensor.float)
 
     def _then(self, step: Callable) -> DeferredLogits:
-        return DeferredLogits(self.head, self.hidden, self.tile, self.asked, (*self.steps, step))
+        after = copy.copy(self)
+        after.steps, after.like = (*self.steps, step), step(self.like)
+        return after
 
     def _whole(self, use: str) -> Tensor:
         if self.asked:
@@ -123,6 +132,11 @@ class DeferredLogits:
                 f"loss_tile={self.tile}: the model uses its logits in {use}, which needs them whole; leave "
                 "loss_tile out"
             )
+        warn_once(
+            f"the logits {list(self.like.shape)} of a shard are computed whole, as the model uses them in {use}: its "
+            "loss has no tiles",
+            about=f"whole logits, {use}",
+        )
         return self.apply_steps(self.head(self.hidden))
 
     def apply_steps(self, logits: Tensor) -> Tensor:
@@ -132,8 +146,13 @@ class DeferredLogits:
         return logits
 
     def __getattr__(self, name: str):
-        if name.startswith("__"):
+        if name in KNOWN:
+            return getattr(self.like, name)
+        plain = None if name.startswith("__") else getattr(torch.Tensor, name, None)
+        if plain is None:
             raise AttributeError(name)
+        if callable(plain):  # a look at it computes nothing
+            return lambda *args, **options: getattr(self._whole(name), name)(*args, **options)
         return getattr(self._whole(name), name)
 
     def __getitem__(self, rows) -> Tensor:

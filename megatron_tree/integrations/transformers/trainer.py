@@ -15,21 +15,25 @@ loss is refused.
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import inspect
 import os
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader
 
 import transformers
 from transformers import PreTrainedModel
 
+from ...comm import in_step
 from ...config import TreeConfig
 from . import trl
-from .accelerated import launched_with, prepare_data_loader, read_parallelism
+from .accelerated import count_sequence_groups, drop_repeated, launched_with, read_parallelism, repeats_only
 from .log_probs import LogProbs, gather_tokens, token_log_probs
 from .parallel import register_sequence_parallel
+from .prefix_trees import with_tokens
 from .token_tiles import IGNORED
 
 if os.environ.get("DS_ACCELERATOR") == "cpu":  # before TrainingArguments start DeepSpeed's communication
@@ -85,10 +89,11 @@ class SequenceParallelMixin:
         if name in trl.ONLINE:
             trl.count_batches(args, self.sequence_parallel)
         self._seed = (0, 0)  # the step, and batches in it
+        self._name, self._base = name, base
         self.made = []  # the graph nodes of the losses that have not gone backward
         super().__init__(*values, **options)
         self.can_return_loss = True
-        self._of_trl = None if name is None else trl.prepare(self, name, base)
+        _ = self._of_trl
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -97,11 +102,13 @@ class SequenceParallelMixin:
                 f"fsdp_config={self.args.fsdp_config}: Accelerate uses {self.accelerator.distributed_type} here, not "
                 "FSDP2: set version=2 or, on the CPU, leave fsdp out"
             )
+        count_sequence_groups(self.accelerator, self.sequence_parallel)
+        self.gather_function = functools.partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
         prepare = self.accelerator.prepare
 
         def prepare_for_shards(*objects, **options):
-            if len(objects) == 1 and isinstance(objects[0], DataLoader):
-                return prepare_data_loader(objects[0], self.accelerator, self.sequence_parallel)
             with self._initialized():
                 return prepare(*objects, **options)
 
@@ -121,22 +128,74 @@ class SequenceParallelMixin:
 
         self.accelerator.backward = backward_of_shards
 
+    @functools.cached_property
+    def _of_trl(self):
+        """A context in which TRL's loss is computed from shards; None if the trainer isn't TRL's."""
+        return None if self._name is None else trl.prepare(self, self._name, self._base)
+
+    def _precompute_ref_logps(self, *values):
+        """As TRL's, in its `__init__`."""
+        with self._of_trl():
+            return super()._precompute_ref_logps(*values)
+
+    def train(self, *values, **options):
+        """As Transformers'. Raises: ValueError after an `evaluate` with DeepSpeed, whose engine has no optimizer."""
+        if self.deepspeed is not None:
+            raise ValueError(
+                "train() after evaluate() or another train() with DeepSpeed: the model is part of an engine already. "
+                "To evaluate before the first step, set TrainingArguments(eval_on_start=True)"
+            )
+        # evaluate() has prepared the model without DDP, and marked it as prepared
+        if vars(self.model).pop("_is_accelerate_prepared", False):
+            self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+        return super().train(*values, **options)
+
     def get_total_train_batch_size(self, args) -> int:
         """Sequences of a step."""
         return self._train_batch_size * args.gradient_accumulation_steps * self.sequence_parallel.dp_size
 
+    def _get_dataloader(self, *values, **options):
+        """As Transformers', which seeds workers and balances batches by what args says about ranks."""
+        args, parallel = self.args, self.sequence_parallel
+        counted = {"world_size": parallel.dp_size, "process_index": parallel.dp_rank}
+        self.args = copy.copy(args)
+        self.args.__class__ = type(type(args).__name__, (type(args),), counted)
+        try:
+            loader = super()._get_dataloader(*values, **options)
+        finally:
+            self.args = args
+        if not options.get("is_training") and self._name in (None, "SFTTrainer"):  # others gather values of all rows
+            drop_repeated(loader)
+        return loader
+
+    def floating_point_ops(self, inputs) -> float:
+        """This rank's part of those of a batch."""
+        return super().floating_point_ops(self._tokens(inputs)) / self.sequence_parallel.sp_size
+
+    def _track_num_input_tokens(self, inputs) -> None:
+        super()._track_num_input_tokens(self._tokens(inputs))
+
+    def _tokens(self, inputs):
+        """A batch to count: the tokens that rows of a prefix tree share are there once."""
+        return with_tokens(inputs) if self._name is None else inputs  # TRL's may be lists
+
     def _get_num_items_in_batch(self, batch_samples: list, device) -> torch.Tensor | None:
         """Tokens with a label in the batches of a step, on all data-parallel ranks."""
         if self._of_trl is not None:
-            return super()._get_num_items_in_batch(batch_samples, device)  # TRL multiplies by the number of all ranks
+            return super()._get_num_items_in_batch(batch_samples, device)
         if not batch_samples or not {"labels", "prefix_tree"} & set(batch_samples[0]):
             return None
         count = sum(map(_num_labels, batch_samples)).to(device)
-        total, sp_size = self.accelerator.gather(count).sum(), self.sequence_parallel.sp_size
-        return total / sp_size if total.is_floating_point() else total // sp_size
+        return self.accelerator.gather(count).sum() if self.args.average_tokens_across_devices else count
+
+    def training_step(self, *values, **options):
+        """The forward and backward of a batch: if one rank fails in it, the others say so, too."""
+        with in_step(self.sequence_parallel.sp_group, torch.distributed.group.WORLD):
+            return super().training_step(*values, **options)
 
     def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch=None):
-        """The loss of a batch that is equal on the ranks of a sequence group: the mean over all ranks' tokens."""
+        """The loss of a batch that is equal on the ranks of a sequence group: the mean over all ranks' tokens or, with
+        average_tokens_across_devices=False, over those of the group."""
         if self._of_trl is not None:
             with self._of_trl():
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -177,11 +236,19 @@ class SequenceParallelMixin:
         self.made += [x.grad_fn for x in whole if x is not None and x.requires_grad]
         return whole
 
-    def _shard(self, inputs: dict) -> dict:
+    def dropout_seed(self) -> int:
+        """Another one for every call of the model, which a resumed run goes on with."""
         step, number = self._seed if self._seed[0] == self.state.global_step else (self.state.global_step, 0)
         self._seed = step, number + 1
-        seed = step * self.args.gradient_accumulation_steps + number if self.model.training else None
-        return self.sequence_parallel.shard_batch(inputs, dropout_seed=seed)
+        return (self.args.seed << 64) + (step << 32) + number
+
+    def _shard(self, inputs: dict) -> dict:
+        seed = self.dropout_seed() if self.model.training else None
+        shard = self.sequence_parallel.shard_batch(inputs, dropout_seed=seed)
+        if self.args.average_tokens_across_devices:
+            return shard
+        of_group = shard["sequence_shard"].changed(loss_group=self.sequence_parallel.sp_group)
+        return shard | {"sequence_shard": of_group}
 
     def prediction_step(self, model, inputs, prediction_loss_only: bool, ignore_keys=None):
         """The loss of an evaluation's batch."""
@@ -190,10 +257,23 @@ class SequenceParallelMixin:
                 "predict needs logits of whole sequences, which no rank has: call evaluate(), or set "
                 "TrainingArguments(prediction_loss_only=True)"
             )
+        if repeats_only(self.accelerator):
+            inputs = _without_labels(inputs)
         if "prefix_tree" in inputs:  # Trainer looks for labels
             with torch.no_grad():
-                return self.compute_loss(model, inputs), None, None
-        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+                loss = self.compute_loss(model, inputs)
+        else:
+            loss, *_ = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if self._of_trl is None and self.args.average_tokens_across_devices:
+            loss = self.accelerator.gather(loss).mean()  # a compute_loss_func has that of its own tokens
+        return loss, None, None
+
+
+def _without_labels(batch: dict) -> dict:
+    """A batch that counts in no loss."""
+    if (tree := batch.get("prefix_tree")) is not None:
+        return {**batch, "prefix_tree": replace(tree, weights=torch.zeros_like(tree.weights))}
+    return {name: torch.full_like(x, IGNORED) if name == "labels" else x for name, x in batch.items()}
 
 
 def _num_labels(batch: dict) -> torch.Tensor:

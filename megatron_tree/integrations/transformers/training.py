@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from transformers.utils import ModelOutput
 from transformers import PreTrainedModel
 
 from ...attention.functional import tree_attn_func, tree_attn_varlen_func
-from ...comm import outside_graphs
+from ...comm import forward_in_step, outside_graphs
 from .architectures import CHUNKED, attention_windows
 from .batch_shards import SequenceShard, current_shard
 from .cache import TreeCache
@@ -33,6 +34,7 @@ from .indexed import index_on_ranks
 from .llama4 import chunk_size, has_temperature, layout_in_chunks, with_temperature
 from .loss import check_loss, loss_over_all_ranks
 from .prefix_trees import check_takes_tree
+from .random_numbers import draw_by_rank
 from .recurrent_training import find_mixers, run_on_shards
 from .rope import follow_whole_rows, row_lengths
 from .token_tiles import DeferredLogits, tile_loss, tile_mlps
@@ -126,9 +128,11 @@ def train_on_shards(
             module.register_forward_pre_hook(_count_from_padding, with_kwargs=True)
     follow_whole_rows(model)
     index_on_ranks(model.config)
+    forward_in_step(model, _groups_of, _is_over)
     model.register_forward_pre_hook(outside_graphs(_begin_call), with_kwargs=True)
     model.register_forward_hook(outside_graphs(_check_use), with_kwargs=True)
     model.register_forward_hook(outside_graphs(_end_call), always_call=True)
+    draw_by_rank(model)
     return mlps
 
 
@@ -150,14 +154,42 @@ def _begin_call(model, args, kwargs) -> tuple | None:
     if shard is None:
         return None
     check_loss(model, model.loss_on_shards, kwargs.get("output_router_logits"))
+    _check_is_whole(model, shard, args, kwargs)
     if shard.prefix_tree is not None:
         check_takes_tree(model, shard.prefix_tree)
     kwargs = with_image_positions(model, kwargs)
+    shard.used_by.clear()
     current_shard.set(shard)
     row_lengths.set(shard.row_lengths)
     if model.tiled_loss is not None and kwargs.get("labels") is not None:
         model.tiled_loss.begin(kwargs["labels"].numel(), getattr(shard.token_values, "tile", None))
     return args, kwargs
+
+
+def _check_is_whole(model, shard: SequenceShard, args: tuple, kwargs: dict) -> None:
+    """Raise ``ValueError`` unless the model gets every token of the shard."""
+    given = dict(zip(list(inspect.signature(type(model).forward).parameters)[1:], args)) | kwargs
+    shape = (1 if shard.whole.packed else shard.whole_shape[0], shard.num_tokens)
+    tokens = "input_ids" if given.get("inputs_embeds") is None else "inputs_embeds"
+    of_tokens = {name: given.get(name) for name in (tokens, "position_ids", "attention_mask", "labels")}
+    wrong = {name: None if x is None else list(x.shape) for name, x in of_tokens.items() if not _fits(name, x, shape)}
+    if wrong:
+        raise ValueError(
+            f"{type(model).__name__} got {wrong}, but the shard has {list(shape)} tokens: pass everything that "
+            "shard_batch returned, as it is, to the model; cut or change the batch before"
+        )
+    kept = given.get("logits_to_keep", 0)
+    if not isinstance(kept, int) or kept:
+        raise ValueError(
+            f"logits_to_keep={kept}: the last tokens of a shard are not those of its rows: leave it out. Labels of "
+            "-100 leave tokens out of the loss, whose logits are computed some at a time (loss_tile)"
+        )
+
+
+def _fits(name: str, x: Tensor | None, shape: tuple[int, int]) -> bool:
+    if x is None:
+        return name == "labels"
+    return (x.shape[:2] if name == "inputs_embeds" else x.shape[-2:]) == shape
 
 
 def _count_from_padding(embeddings, args, kwargs) -> tuple | None:
@@ -174,7 +206,24 @@ def _end_call(model, args, output):
         model.tiled_loss.end()
     if isinstance(output, ModelOutput) and isinstance(output.get("logits"), DeferredLogits):
         return type(output)(**{name: value for name, value in output.items() if name != "logits"})
+    if isinstance(output, tuple):  # of return_dict=False
+        return tuple(x for x in output if not isinstance(x, DeferredLogits))
     return None
+
+
+def _groups_of(kwargs: dict) -> tuple:
+    """The ranks that a forward of a shard has collectives with."""
+    shard: SequenceShard | None = kwargs.get("sequence_shard")
+    if shard is None:
+        return ()
+    with_loss = kwargs.get("labels") is not None and shard.token_values is None
+    return (shard.cp_group, shard.loss_group) if with_loss else (shard.cp_group,)
+
+
+def _is_over(kwargs: dict) -> bool:
+    """Whether a forward of a shard has had all of its collectives."""
+    shard: SequenceShard | None = kwargs.get("sequence_shard")
+    return shard is not None and "loss" in shard.used_by
 
 
 def _check_use(model, args, kwargs, output) -> None:

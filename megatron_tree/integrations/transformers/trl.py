@@ -12,18 +12,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
+import sys
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from transformers import set_seed
+
 from ...comm import outside_graphs
 from ...comm.wire import share
+from .accelerated import gathers_once
 from .cache import TreeCache
 from .log_probs import TokenValues, asking, gather_tokens
 from .parallel import SequenceParallel
+from .random_numbers import share_random_numbers
 from .token_tiles import IGNORED
 from .training import train_on_shards
 
@@ -39,10 +43,6 @@ ONLINE = ("GRPOTrainer", "RLOOTrainer")
 REFUSED = {  # of their configurations, with the values that work
     "cast_lm_head_to_fp32": (False, "the head computes in tiles"),
     "use_transformers_continuous_batching": (False, "completions are generated over a sharded cache"),
-    "scale_rewards": (("group", "none"), "rewards are gathered once for each rank that shares a sequence"),
-    "multi_objective_aggregation": ("sum_then_normalize", "rewards are gathered once for each rank that shares one"),
-    "normalize_advantages": (False, "advantages are gathered once for each rank that shares a sequence"),
-    "top_entropy_quantile": (1.0, "entropies are gathered once for each rank that shares a sequence"),
 }
 
 
@@ -55,12 +55,16 @@ def trainer_of(classes: list[type]) -> str | None:
 def check_arguments(name: str, args, given: dict) -> None:
     """Raise ``ValueError`` for options of TRL that don't work on shards."""
     for option, (allowed, reason) in REFUSED.items():
-        value = getattr(args, option, None)
-        if value is not None and value not in (allowed if isinstance(allowed, tuple) else (allowed,)):
+        if (value := getattr(args, option, None)) not in (None, allowed):
             raise ValueError(f"{option}={value!r} doesn't work on shards: {reason}. Set it to {allowed!r}")
     if name in ONLINE and hasattr(given.get("processing_class"), "image_processor"):
         raise ValueError(
             f"{name} on shards trains on text: pass a tokenizer as processing_class, not a processor of images"
+        )
+    if name in ONLINE and args.neftune_noise_alpha is not None:
+        raise ValueError(
+            f"neftune_noise_alpha={args.neftune_noise_alpha}: {name} would add noise by the length of padded prompts, "
+            "which shards don't have. Leave it out"
         )
     if name == "SFTTrainer":
         for option in ("compute_loss_func", "label_smoothing_factor"):
@@ -74,18 +78,23 @@ def check_arguments(name: str, args, given: dict) -> None:
 def count_batches(args, parallel: SequenceParallel) -> None:
     """Make a configuration of online training count the batches of sequence groups, and not of ranks.
 
-    Raises: ValueError if the answers to one prompt would be on several sequence groups.
+    Raises: ValueError if these have not all answers to their prompts, and for vLLM in ranks that share sequences.
     """
+    if parallel.sp_size > 1 and args.use_vllm and args.vllm_mode == "colocate":
+        raise ValueError(
+            f"vllm_mode='colocate': vLLM would run on {parallel.dp_size} sequence groups as on ranks. Set it to "
+            "'server', or leave out use_vllm: completions are generated over a sharded cache"
+        )
     local = args.per_device_train_batch_size * args.steps_per_generation
     sizes = [("per_device_train_batch_size * steps_per_generation", local, args.num_generations)]
     if args.eval_strategy != "no":
         number = getattr(args, "num_generations_eval", None) or args.num_generations
         sizes.append(("per_device_eval_batch_size", args.per_device_eval_batch_size, number))
     for option, size, number in sizes:
-        if parallel.sp_size > 1 and size % number:
+        if size * parallel.dp_size % number:
             raise ValueError(
-                f"{option}={size} must be a multiple of the {number} answers to a prompt: on shards, a sequence group "
-                "has all answers to its prompts"
+                f"{option}={size} times {parallel.dp_size} sequence groups must be a multiple of the {number} answers "
+                "to a prompt"
             )
     args.generation_batch_size = local * parallel.dp_size
 
@@ -118,8 +127,8 @@ class FusedValues(TokenValues):
 class FusedCalls:
     """Hooks that answer a model's calls with fused_lm_head=True from shards of their batches."""
 
-    def __init__(self, parallel: SequenceParallel, names: tuple[str, ...], temperature: float, made: list):
-        self.parallel, self.made, self.calls = parallel, made, itertools.count()
+    def __init__(self, trainer, names: tuple[str, ...], temperature: float):
+        self.trainer = trainer
         self.options = {"names": names, "temperature": temperature}
 
     def register(self, model) -> None:
@@ -129,12 +138,10 @@ class FusedCalls:
     def _begin(self, model, args, kwargs):
         if not kwargs.get("fused_lm_head"):
             return None
-        passed = {name: kwargs[name] for name in ("output_router_logits",) if name in kwargs}
-        own = {"fused_lm_head", "use_cache", *passed}
-        batch = {name: x for name, x in kwargs.items() if name not in own and x is not None}
+        batch, passed = _batch_of(kwargs)
         wanted = {**self.options, "labels": batch["labels"]}
         batch, left = _without_left_padding(batch)
-        shard = self.parallel.shard_batch(batch, dropout_seed=next(self.calls))
+        shard = self.trainer.sequence_parallel.shard_batch(batch, dropout_seed=self.trainer.dropout_seed())
         return (), passed | asking(shard, FusedValues(**wanted, left=left))
 
     def _end(self, model, args, kwargs, output):
@@ -143,8 +150,15 @@ class FusedCalls:
             return None
         values = gather_tokens(output.loss, kwargs)
         if values.requires_grad:
-            self.made.append(values.grad_fn)
+            self.trainer.made.append(values.grad_fn)
         return wanted.output(values)
+
+
+def _batch_of(kwargs: dict) -> tuple[dict, dict]:
+    """A call's batch, and what the model gets beside it; PEFT adds arguments that are None."""
+    passed = {name: kwargs[name] for name in ("output_router_logits", "return_dict") if name in kwargs}
+    own = {"fused_lm_head", "use_cache", "margin", *passed}
+    return {name: x for name, x in kwargs.items() if name not in own and x is not None}, passed
 
 
 def _without_left_padding(batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor | None]:
@@ -163,8 +177,8 @@ def _without_left_padding(batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], 
 class PooledScores:
     """Hooks that make a sequence classifier score shards: a row's score is that of its last token, on one rank."""
 
-    def __init__(self, parallel: SequenceParallel, made: list):
-        self.parallel, self.made, self.calls = parallel, made, itertools.count()
+    def __init__(self, trainer):
+        self.trainer = trainer
         self.active, self.shard, self.last = False, None, None
 
     def register(self, model) -> None:
@@ -177,14 +191,15 @@ class PooledScores:
     def _begin(self, model, args, kwargs):
         if not self.active:
             return None
-        batch = {name: x for name, x in kwargs.items() if name not in ("use_cache", "margin")}
-        self.shard, ids = self.parallel.shard_batch(batch, dropout_seed=next(self.calls)), batch["input_ids"]
+        batch, passed = _batch_of(kwargs)
+        ids, parallel = batch["input_ids"], self.trainer.sequence_parallel
+        self.shard = parallel.shard_batch(batch, dropout_seed=self.trainer.dropout_seed())
         padding = model.config.get_text_config().pad_token_id
         if padding is None:  # Transformers takes the last one, and one row only
             self.last = torch.full((len(ids),), ids.shape[1] - 1, device=ids.device)
         else:
             self.last = (torch.arange(ids.shape[1], device=ids.device) * (ids != padding)).argmax(1)
-        return (), self.shard
+        return (), passed | self.shard
 
     def _pool(self, head, args, scores: Tensor) -> Tensor | None:
         """Scores [b, s / p, n] of tokens -> those of the rows at every token, whichever the model then takes."""
@@ -192,7 +207,7 @@ class PooledScores:
             return None
         whole = gather_tokens(scores, self.shard)
         if whole.requires_grad:
-            self.made.append(whole.grad_fn)
+            self.trainer.made.append(whole.grad_fn)
         return whole[torch.arange(len(whole), device=whole.device), self.last][:, None].expand_as(scores)
 
     def _end(self, model, args, output) -> None:
@@ -204,28 +219,24 @@ class Online:
 
     def __init__(self, trainer, model):
         self.trainer, self.model, self.parallel = trainer, model, trainer.sequence_parallel
-        for name in ("_generate", "_generate_single_turn", "_calculate_rewards"):
+        set_seed(trainer.args.seed + self.parallel.dp_rank)  # which TRL has set by ranks
+        for name in ("_generate_and_score_completions", "_generate", "_generate_single_turn"):
             setattr(trainer, name, functools.partial(getattr(self, name), getattr(trainer, name)))
 
-    def _generate(self, plain, prompts):
-        """What the group's first rank has generated, by its random numbers, which all ranks then go on with."""
-        self._share_random_numbers()
-        state = self.trainer.state
-        seen = state.num_input_tokens_seen
-        result = plain(prompts)
-        state.num_input_tokens_seen = seen + (state.num_input_tokens_seen - seen) // self.parallel.sp_size
-        mode = "train" if self.model.training else "eval"
-        self.trainer._metrics[mode]["num_tokens"] = [state.num_input_tokens_seen]
-        self._share_random_numbers()
-        return tuple(share(list(result), self.parallel.sp_group))
+    def _generate_and_score_completions(self, plain, inputs):
+        """By the random numbers of the group's first rank, which all ranks then go on with."""
+        share_random_numbers(self.parallel.sp_group)
+        of_trl = [
+            module for name, module in sys.modules.items() if name.startswith(("trl.trainer.", "trl.generation."))
+        ]
+        with gathers_once(self.parallel, *of_trl):
+            result = plain(inputs)
+        share_random_numbers(self.parallel.sp_group)
+        return result
 
-    def _share_random_numbers(self) -> None:
-        on_gpu = torch.cuda.is_available()
-        states = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if on_gpu else [])]
-        states = share([state.tolist() for state in states], self.parallel.sp_group)
-        torch.set_rng_state(torch.tensor(states[0], dtype=torch.uint8))
-        if on_gpu:
-            torch.cuda.set_rng_state(torch.tensor(states[1], dtype=torch.uint8))
+    def _generate(self, plain, prompts):
+        """What the group's first rank has generated."""
+        return tuple(share(list(plain(prompts)), self.parallel.sp_group))
 
     def _generate_single_turn(self, plain, *args, **kwargs):
         cache = TreeCache(self.model.config, cp_group=self.parallel.sp_group, tree_config=self.parallel.tree_config)
@@ -238,22 +249,14 @@ class Online:
             del self.model.generate
             self.model.train(training)
 
-    def _calculate_rewards(self, plain, *args, **kwargs) -> Tensor:
-        """[ranks * rows, functions]: those that the first rank of each sequence group has computed."""
-        rewards = plain(*args, **kwargs).unflatten(0, (self.parallel.dp_size, self.parallel.sp_size, -1))
-        return rewards[:, :1].expand_as(rewards).flatten(0, 2)
-
 
 def prepare(trainer, name: str, model):
-    """Make a trainer that was just created compute its loss from shards. Returns a context in which it does."""
-    parallel, made = trainer.sequence_parallel, trainer.made
-    if hasattr(trainer, "_tp_size"):
-        trainer._tp_size = parallel.sp_size  # ranks with equal batches, whose tokens TRL counts once
+    """Make a trainer compute its loss from shards, once it has its models. Returns a context in which it does."""
     if name == "RewardTrainer":
-        scores = PooledScores(parallel, made)
+        scores = PooledScores(trainer)
         scores.register(model)
         return functools.partial(_activated, scores)
-    calls = FusedCalls(parallel, TRAINERS[name], getattr(trainer, "temperature", 1.0), made)
+    calls = FusedCalls(trainer, TRAINERS[name], getattr(trainer, "temperature", 1.0))
     calls.register(model)
     reference = getattr(trainer, "ref_model", None)
     if reference is not None:

@@ -1,0 +1,57 @@
+"""What collators make of rows: the loss and the gradients of a plain model that gets the same batch."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.hf_models import prompt, tiny_model
+from support.ranks import run_distributed
+from support.rounding import assert_near
+
+pytest.importorskip("transformers")
+
+import megatron_tree.integrations.transformers as tree_hf
+
+TOKENS = 24
+SUMS = 2 * TOKENS * 10  # over the tokens of a gradient, after some ten operations of a layer that round as well
+
+
+def _batches():
+    ids = prompt(2, TOKENS)
+    mask = torch.ones_like(ids)
+    positions = torch.cat((torch.arange(10), torch.arange(100, 100 + TOKENS - 10))).expand(ids.shape)
+    right = (torch.arange(TOKENS) < torch.tensor([[TOKENS], [13]])).long()
+    empty = mask * torch.tensor([[1], [0]])
+    return {
+        "gaps": {"input_ids": ids, "labels": ids, "attention_mask": mask, "position_ids": positions},
+        "gaps, padding": {
+            "input_ids": ids, "labels": ids.masked_fill(right == 0, -100), "attention_mask": right,
+            "position_ids": positions * right,
+        },
+        "a row of padding": {
+            "input_ids": ids, "labels": ids.masked_fill(empty == 0, -100), "attention_mask": empty,
+        },
+        "nothing but padding": {"input_ids": ids, "labels": torch.full_like(ids, -100), "attention_mask": 0 * ids},
+    }  # fmt: skip
+
+
+def _same(rank, world):
+    for name, batch in _batches().items():
+        plain, model = tiny_model("llama").train(), tiny_model("llama").train()
+        tree_hf.train_on_shards(model)
+        loss = model(**tree_hf.shard_batch(batch, cp_group=dist.group.WORLD)).loss
+        loss.backward()
+        if name == "nothing but padding":
+            assert loss.item() == 0 and not any(p.grad.any() for p in model.parameters())
+            continue
+        want = plain(**batch, use_cache=False).loss
+        want.backward()
+        assert loss.item() == pytest.approx(want.item(), rel=1e-6), name
+        for (of, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            dist.all_reduce(p.grad)
+            assert_near(p.grad / world, q.grad, SUMS, f"{name}: {of}")
+
+
+def test_gaps_in_positions_and_rows_of_padding():
+    """With a mask, larger positions are of the same document, as in Transformers."""
+    run_distributed(_same, 2)
