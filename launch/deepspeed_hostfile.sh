@@ -47,7 +47,8 @@ done
 find_program "$1"
 [ -n "$hostfile" ] || die "no hostfile given: --hostfile FILE; configs/hostfile.example shows the format"
 [ -f "$hostfile" ] || die "no such hostfile: $hostfile; configs/hostfile.example shows the format"
-names="$(tr -d '\0' <"$hostfile" | sed -E 's/#.*//; s/[[:space:]]+$//' | grep -anv '^$')" || names=""
+[ "$(tr -dc '\0' <"$hostfile" | wc -c)" -eq 0 ] || die "$hostfile has NUL characters: a line reads 'HOST slots=RANKS'"
+names="$(sed -E 's/#.*//; s/[[:space:]]+$//' "$hostfile" | grep -anv '^$')" || names=""
 [ -n "$names" ] || die "$hostfile names no host: a line reads 'HOST slots=RANKS', see configs/hostfile.example"
 hosts="$(grep -c . <<<"$names")"
 bad="$(grep -avE "^[0-9]+:[A-Za-z0-9_[][][A-Za-z0-9_.:@%-]*[[:space:]]+slots=[1-9][0-9]{0,4}$" <<<"$names" | head -n 1)" || true

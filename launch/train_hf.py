@@ -80,18 +80,14 @@ def load(args: argparse.Namespace):
     return models.load_model(folder, torch.float32).train(), text
 
 
-def run(args: argparse.Namespace) -> None:
-    """Train, on this rank; collective over all ranks."""
+def start(args: argparse.Namespace, model):
+    """(DeepSpeed's engine, the ranks' positions, the last step that is done already)."""
     import torch
 
     import deepspeed
     from megatron_tree import TreeConfig
-    from megatron_tree.integrations.deepspeed.inference import init_distributed
-    from megatron_tree.integrations.deepspeed.training import register_sequence_parallel, save_checkpoint
-    from megatron_tree.training.data import microbatch_indices
+    from megatron_tree.integrations.deepspeed.training import register_sequence_parallel
 
-    device = init_distributed()
-    model, text = load(args)
     parallel = register_sequence_parallel(
         model,
         sp_size=args.sp_size,
@@ -107,10 +103,28 @@ def run(args: argparse.Namespace) -> None:
         mpu=parallel,
         config=args.deepspeed_config,
     )
-    first = 0
-    if args.save and Path(args.save, "latest").is_file():
-        _, state = engine.load_checkpoint(args.save)  # the one that "latest" names
-        first = state["step"]
+    if not args.save or not Path(args.save, "latest").is_file():
+        return engine, parallel, 0
+    _, state = engine.load_checkpoint(args.save)  # the one that "latest" names
+    return engine, parallel, state["step"]
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train, on this rank; collective over all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_tree import TreeConfig, comm
+    from megatron_tree.integrations.deepspeed.inference import init_distributed
+    from megatron_tree.integrations.deepspeed.training import save_checkpoint
+    from megatron_tree.launching import together
+    from megatron_tree.training.data import microbatch_indices
+
+    device = init_distributed()
+    with together(args, dist.group.WORLD, timeout_s=TreeConfig().timeout_s):
+        model, text = load(args)
+    with comm.monitored("the start"):
+        engine, parallel, first = start(args, model)
     say = print if parallel.dp_rank == parallel.sp_rank == 0 else lambda *_, **__: None
     say(
         f"{args.model} on {parallel.dp_size} data-parallel x {parallel.sp_size} sequence ranks ({device.type}), ZeRO "
@@ -120,18 +134,20 @@ def run(args: argparse.Namespace) -> None:
     sizes = {"micro_batch_size": args.micro_batch_size, "global_batch_size": engine.train_batch_size()}
     ranks = {"dp_rank": parallel.dp_rank, "dp_size": parallel.dp_size}
     for step in range(first, args.steps):
-        start, total = time.perf_counter(), 0.0
-        for indices in microbatch_indices(step * engine.train_batch_size(), **sizes, **ranks):
-            ids = torch.from_numpy(text.batch(indices)[:, :-1]).to(device)
-            loss = engine(**parallel.shard_batch({"input_ids": ids, "labels": ids})).loss
-            engine.backward(loss)
-            engine.step()
-            total += loss.item() / engine.gradient_accumulation_steps()
-        seconds = time.perf_counter() - start
+        began, total = time.perf_counter(), 0.0
+        with comm.monitored(f"step {step + 1}"):
+            for indices in microbatch_indices(step * engine.train_batch_size(), **sizes, **ranks):
+                ids = torch.from_numpy(text.batch(indices)[:, :-1]).to(device)
+                loss = engine(**parallel.shard_batch({"input_ids": ids, "labels": ids})).loss
+                engine.backward(loss)
+                engine.step()
+                total += loss.item() / engine.gradient_accumulation_steps()
+        seconds = time.perf_counter() - began
         tokens = engine.train_batch_size() * args.seq_length / seconds
         say(f"step {step + 1:>5}/{args.steps}  loss {total:.6f}  {tokens:,.0f} tokens/s", flush=True)
         if args.save and (step + 1 == args.steps or (args.save_interval and (step + 1) % args.save_interval == 0)):
-            save_checkpoint(engine, args.save, step + 1)
+            with comm.monitored(f"the save after step {step + 1}"):
+                save_checkpoint(engine, args.save, step + 1)
             say(f"saved in {args.save}", flush=True)
 
 

@@ -58,20 +58,23 @@ def sequences_of(options: Options, tokenizer) -> list[dict]:
 def main(argv: list[str]) -> int:
     """Train and evaluate, on this rank; collective over all ranks."""
     import torch
+    import torch.distributed as dist
 
     from megatron_tree.integrations.transformers import models
     from megatron_tree.integrations.transformers.trainer import Trainer  # instead of: from transformers import Trainer
-    from megatron_tree.launching import quiet
+    from megatron_tree.launching import quiet, together
     from transformers import HfArgumentParser, TrainingArguments
 
-    options, args = HfArgumentParser((Options, TrainingArguments)).parse_args_into_dataclasses(
-        ["--report_to", "none", *argv]
-    )
+    parser, argv = HfArgumentParser((Options, TrainingArguments)), ["--report_to", "none", *argv]
+    options, args = parser.parse_args_into_dataclasses(argv)
     quiet()
     models.hide_progress_bars()
-    folder = models.model_folder(options.model)
+    _ = args.device  # starts the process group
+    group = dist.group.WORLD if dist.is_initialized() else None
     try:
-        data = sequences_of(options, models.load_tokenizer(folder))
+        with together(parser.parse_args(argv), group, timeout_s=args.ddp_timeout):
+            folder = models.model_folder(options.model)
+            data = sequences_of(options, models.load_tokenizer(folder))
     except ValueError as error:
         print(f"train_trainer.py: {error}", file=sys.stderr)
         return 2

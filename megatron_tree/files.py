@@ -1,14 +1,21 @@
-"""The cache folder; atomic writing of files; strict reading of YAML and JSON."""
+"""The cache folder; atomic writing of files, and what is said where it fails; strict reading of YAML and JSON."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
+import resource
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+NO_SPACE = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+TORCH_WRITER = "inline_container.cc"  # in all that torch.save says of a write that failed
+LEAST_FREE = 1 << 20  # bytes on a disk that is not full
 
 
 def cache_folder() -> Path:
@@ -19,15 +26,85 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_tree"
 
 
+class NotWritten(OSError):
+    """A file or a folder that could not be written. The text is a sentence that names where."""
+
+
+@contextlib.contextmanager
+def writing(path: Path, *others: type[BaseException]):
+    """Faults of the file system become `NotWritten` while `path`, a file or a folder, is written: those that Python
+    reports, those of libraries, which often say less, and `others`, errors that mean nothing else there."""
+    try:
+        yield
+    except NotWritten:
+        raise
+    except (Exception, *others) as error:
+        if (fault := _fault(error, path, others)) is None:
+            raise
+        place = f"no space left on {path.parent}" if fault in NO_SPACE else f"{path.parent} can't be written to"
+        raise NotWritten(f"{place}: {path.name} is not written ({fault})") from error
+
+
+def _fault(error: BaseException, path: Path, others: tuple[type[BaseException], ...]) -> str | None:
+    """What is wrong with the file system; None for other errors."""
+    if isinstance(error, OSError):
+        network = isinstance(error, (ConnectionError, TimeoutError))
+        return None if network or error.errno is None else os.strerror(error.errno)
+    text = str(error)
+    if (told := next((fault for fault in NO_SPACE if fault in text), None)) is not None:
+        return told
+    if not isinstance(error, others) and TORCH_WRITER not in text:
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    files = [path] if path.is_file() else path.rglob("*")
+    if limit != resource.RLIM_INFINITY and any(file.stat().st_size >= limit for file in files):
+        return os.strerror(errno.EFBIG)
+    there = next(folder for folder in path.absolute().parents if folder.is_dir())
+    if shutil.disk_usage(there).free < LEAST_FREE:
+        return os.strerror(errno.ENOSPC)
+    return f"{type(error).__name__}: {text.strip().splitlines()[-1]}"
+
+
 @contextlib.contextmanager
 def whole_file(path: Path):
-    """A temporary path to write to; it is renamed to `path` if the block succeeds, and deleted if it raises."""
+    """A temporary path to write to; it is renamed to `path` if the block succeeds, and deleted if it raises.
+
+    Raises: `NotWritten` for faults of the file system.
+    """
     part = path.with_name(f".{path.name}.part")
-    try:
-        yield part
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with writing(path):
+        try:
+            yield part
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path):
+    """As `whole_file`, of a new folder."""
+    part = path.with_name(f".{path.name}.part")
+    with writing(path):
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        try:
+            yield part
+            part.replace(path)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+
+
+def append(fd: int, data: bytes, path: Path) -> None:
+    """Write data at the end of the open file `path`, all of it or, if that raises `NotWritten`, nothing."""
+    end = os.fstat(fd).st_size
+    with writing(path):
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+        except BaseException:
+            os.ftruncate(fd, end)
+            raise
 
 
 def read_yaml(path: str | Path) -> Any:

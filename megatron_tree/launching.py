@@ -18,10 +18,13 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import NoReturn
 
-from .files import read_yaml
+from .errors import CommError, TreeError
+from .files import NotWritten, digest_of, read_yaml
 from .log import logger
 
 RANK_0_FIRST_S = 15.0  # seconds for which the other ranks let rank 0 print an error and exit
+LAST_WORDS_S = 60.0  # for which a rank that has failed lets the others come and hear of it
+NOT_COMPARED = ("config", "api_keys")  # options: a file whose content counts, and secrets
 
 # Notices of other packages that a user of our commands can do nothing about; every rank prints them.
 WARNINGS = (
@@ -178,6 +181,45 @@ def run_script(
     return 0
 
 
+@contextlib.contextmanager
+def together(args: argparse.Namespace, group, *, timeout_s: float):
+    """The first thing that the ranks of a command do once they have a process group: in this context each rank does by
+    itself what may fail on one of them. What one rank raises all raise; then the ranks compare their options, once.
+
+    group: of all ranks; None for one.
+    Raises on every rank: ``ValueError`` for options that differ, and for a ``ValueError`` or an ``OSError`` of another
+        rank, a `TreeError` for other errors there; `CommError` naming the ranks that don't come within timeout_s.
+    """
+    from .comm.wire import share_all
+
+    options = {name: repr(value) for name, value in vars(args).items() if name not in NOT_COMPARED}
+    try:
+        yield
+    except Exception as error:
+        kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
+        with contextlib.suppress(CommError):  # the rank's own error says more
+            share_all([kind, str(error)], group, timeout_s=min(timeout_s, LAST_WORDS_S))
+        raise
+    said = share_all(digest_of(options), group, timeout_s=timeout_s)
+    for rank, error in enumerate(said):
+        if isinstance(error, list):
+            kind, text = error
+            raise TreeError(f"rank {rank} failed: {kind}{text}") if kind else ValueError(text)
+    if len(set(said)) > 1:
+        raise ValueError(_difference(share_all(options, group, timeout_s=timeout_s)))
+
+
+def _difference(of_ranks: list[dict[str, str]]) -> str:
+    """What to say of options that differ between ranks."""
+    names = sorted({name for options in of_ranks for name in options})
+    texts = []
+    for name in names:
+        values = [options.get(name, "nothing") for options in of_ranks]
+        if other := next((rank for rank, value in enumerate(values) if value != values[0]), None):
+            texts.append(f"--{name.replace('_', '-')} is {values[0]} on rank 0 and {values[other]} on rank {other}")
+    return f"the ranks were started with different options: {'; '.join(texts)}"
+
+
 def _print_on_rank_0(name: str, error: BaseException, rank: int) -> None:
     """Print on rank 0 what every rank raised; on another rank, what it alone raised."""
     if rank > 0:  # a launcher ends all ranks when the first one exits: let that be rank 0
@@ -222,11 +264,11 @@ def leave(status: int) -> None:
 
 def exit_after_failure(rank: int, error: BaseException) -> None:
     """Print what failed on this rank and end the process at once, with exit code 1. There is no traceback if an
-    optional package is missing.
+    optional package is missing, or a file can't be written.
 
     It does not wait for other ranks: they find their connection closed (or time out), and the launcher ends the rest.
     """
-    what = missing_package(error)
+    what = str(error) if isinstance(error, NotWritten) else missing_package(error)
     if what is None:
         traceback.print_exception(error)
         what = f"{type(error).__name__}: {error}"

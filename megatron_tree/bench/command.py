@@ -7,6 +7,7 @@ import importlib
 import sys
 
 from ..emulate import Unavailable
+from ..files import NotWritten
 from .results import WrongResult
 
 COMMANDS = {
@@ -34,7 +35,7 @@ def main(argv: list[str]) -> int:
     args.argv = argv
     try:
         benchmark.run(args)
-    except (ValueError, WrongResult, Unavailable) as error:
+    except (ValueError, WrongResult, Unavailable, NotWritten) as error:
         print(f"bench {args.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

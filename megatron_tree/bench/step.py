@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .. import comm
 from ..comm.group import GroupState
+from ..files import whole_file
 from ..integrations.transformers import models
 from ..units import parse_count
 from . import runs, session
@@ -172,5 +173,5 @@ def _profile(one: Contender, rank: int, folder: pathlib.Path) -> None:
             one.step(Laps([]))
     if rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "profile.txt").open("w") as file:
+        with whole_file(folder / "profile.txt") as part, part.open("w") as file:
             pstats.Stats(profile, stream=file).sort_stats("tottime").print_stats(80)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
+from ..files import whole_folder, writing
 from ..integrations.megatron.cpu import megatron_on_cpu
 from ..integrations.transformers.models import model_folder
 from ..training.arguments import build_parser
@@ -52,7 +52,8 @@ def to_megatron(model: str, out: Path) -> list[str]:
     lines = []
     if _has_tokenizer(source):
         options["tokenizer_model"] = str(out / TOKENIZER)
-        open_tokenizer(str(source)).save_pretrained(out / TOKENIZER)
+        with whole_folder(out / TOKENIZER) as part:
+            open_tokenizer(str(source)).save_pretrained(part)
     else:
         lines += [f"{source} has no tokenizer: training takes bytes"]
     args = arguments_of(options)
@@ -112,18 +113,16 @@ def to_huggingface(checkpoint: Path, out: Path, *, like: str | None = None, voca
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     model.load_state_dict(tensors, strict=True, assign=True)
     model.tie_weights()
-    unfinished = out.with_name(out.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
     tokenizer, lines = _tokenizer_of(options, like, takes_bytes=not by_megatron_lm), []
     if tokenizer is None:
         lines.append("no tokenizer is known: name a model folder with --like, or megatron-tree serve can't read text")
-    else:
-        tokenizer.save_pretrained(unfinished)
-        if reference is None:
-            model.config.eos_token_id, model.config.bos_token_id = tokenizer.eos_token_id, tokenizer.bos_token_id
-            model.generation_config = GenerationConfig.from_model_config(model.config)
-    model.save_pretrained(unfinished)
-    unfinished.rename(out)
+    elif reference is None:
+        model.config.eos_token_id, model.config.bos_token_id = tokenizer.eos_token_id, tokenizer.bos_token_id
+        model.generation_config = GenerationConfig.from_model_config(model.config)
+    with whole_folder(out) as part:
+        if tokenizer is not None:
+            tokenizer.save_pretrained(part)
+        model.save_pretrained(part)
     return [*lines, f"serve it: megatron-tree serve --model {out}"]
 
 
@@ -165,7 +164,8 @@ def _open(checkpoint: Path) -> tuple[str, dict[str, Any]]:
 def _check_free(out: Path) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists: name another folder to write, or delete it")
-    out.parent.mkdir(parents=True, exist_ok=True)
+    with writing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
 
 
 def _check_like(needed: dict[str, Any], options: dict[str, Any], like: str) -> None:

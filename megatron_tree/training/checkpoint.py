@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint import CheckpointException
 
 from ..comm.wire import share_check
+from ..files import writing
 from ..integrations.megatron.compat import loading_torch_adam, no_manager_process
 from .checkpoint_files import begin, checkpoint_folder, finish, newest
 from .checkpoint_safety import check_index, weights_only
@@ -63,7 +65,7 @@ def write_state(state: dict[str, Any], folder: str, args: argparse.Namespace, *,
         "options": model_options(args) | {name: getattr(args, name) for name in OF_RUN},
         "checkpoint_version": 3.0,  # without it Megatron-LM assumes one of its oldest
     }
-    with no_manager_process():
+    with no_manager_process(), writing(Path(folder), CheckpointException):
         dist_checkpointing.save(state, folder, content_metadata=METADATA)  # it ends in a barrier
 
 

@@ -17,7 +17,7 @@ import os
 import shutil
 from pathlib import Path
 
-from ..files import read_json, whole_file
+from ..files import read_json, whole_file, writing
 
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron-LM's name
 MANIFEST = "files.json"
@@ -34,12 +34,13 @@ def checkpoint_folder(folder: str | Path, iteration: int | None) -> Path:
 
 def begin(final: Path) -> Path:
     """An empty folder to write the checkpoint `final` into. Unfinished ones are deleted."""
-    final.parent.mkdir(parents=True, exist_ok=True)
-    _recover(final.parent)
-    for left in final.parent.glob(f"*{_UNFINISHED}"):
-        shutil.rmtree(left)
     unfinished = final.with_name(final.name + _UNFINISHED)
-    unfinished.mkdir()
+    with writing(final):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        _recover(final.parent)
+        for left in final.parent.glob(f"*{_UNFINISHED}"):
+            shutil.rmtree(left)
+        unfinished.mkdir()
     return unfinished
 
 

@@ -24,6 +24,7 @@ from ..comm.wire import share_all
 from ..integrations import megatron as tree
 from ..integrations.megatron.compat import batch_on_this_cp_rank
 from ..integrations.megatron.cpu import megatron_on_cpu
+from ..launching import together
 from .checkpoint import load_checkpoint, save_checkpoint
 from .data import PackedText, load_text, microbatch_indices
 from .model import Trainee, build_trainee, start_model_parallel
@@ -68,7 +69,6 @@ def run(args: argparse.Namespace) -> None:
         with megatron_on_cpu():
             tree.install()
             outcome = train(args, device, received)
-        dist.barrier()
         dist.destroy_process_group()
     loss, unigram, margin = outcome.final_loss, outcome.unigram, args.assert_below_unigram
     if margin is not None and not outcome.stopped and not loss <= unigram - margin:
@@ -85,28 +85,29 @@ def train(args: argparse.Namespace, device: torch.device, received: list[int]) -
     Raises: ValueError for options that don't fit the checkpoint or the data.
     """
     text, digest = _open_text(args)
-    initialize_rerun_state_machine(mode=RerunMode.DISABLED)
-    start_model_parallel(args)
-    trainee = build_trainee(args, device)
-    trainee.model.train()
-    iteration, samples, notes = load_checkpoint(trainee, args, digest=digest)
-    reporter = Reporter(args, first_step=iteration + 1, enabled=dist.get_rank() == 0)
-    unigram = text.unigram_entropy()
-    title, line = _introduction(args, text, trainee, unigram)
-    reporter.event("start", title=title, first_step=iteration + 1, options=vars(args), unigram_loss=unigram)
-    for note in (line, *notes):
-        reporter.say(note)
+    with comm.monitored("the start"):
+        initialize_rerun_state_machine(mode=RerunMode.DISABLED)
+        start_model_parallel(args)
+        trainee = build_trainee(args, device)
+        trainee.model.train()
+        iteration, samples, notes = load_checkpoint(trainee, args, digest=digest)
+        reporter = Reporter(args, first_step=iteration + 1, enabled=dist.get_rank() == 0)
+        unigram = text.unigram_entropy()
+        title, line = _introduction(args, text, trainee, unigram)
+        reporter.event("start", title=title, first_step=iteration + 1, options=vars(args), unigram_loss=unigram)
+        for note in (line, *notes):
+            reporter.say(note)
     stopped, losses = False, deque(maxlen=FINAL_STEPS)
     while iteration < args.train_iters and not stopped:
         started = time.monotonic()
-        with comm.monitored(f"step {iteration + 1}"):
-            figures, stopping = train_step(trainee, text, args, samples, device, bool(received))
         iteration += 1
+        with comm.monitored(f"step {iteration}"):
+            figures, stopping = train_step(trainee, text, args, samples, device, bool(received))
+            seconds = time.monotonic() - started
+            tokens_per_s = args.global_batch_size * args.seq_length / seconds
+            reporter.step(iteration, **figures, tokens_per_s=tokens_per_s, seconds=seconds)
         samples += args.global_batch_size
         losses.append(figures["loss"])
-        seconds = time.monotonic() - started
-        tokens_per_s = args.global_batch_size * args.seq_length / seconds
-        reporter.step(iteration, **figures, tokens_per_s=tokens_per_s, seconds=seconds)
         last = iteration == args.train_iters
         stopped = stopping and not last
         if args.save and (last or stopped or (args.save_interval and iteration % args.save_interval == 0)):
@@ -114,7 +115,9 @@ def train(args: argparse.Namespace, device: torch.device, received: list[int]) -
                 folder = save_checkpoint(trainee, args, iteration=iteration, samples=samples, digest=digest)
             reporter.say(f"checkpoint: {folder}")
     outcome = RunOutcome(iteration, sum(losses) / len(losses), unigram, stopped)
-    _conclude(reporter, args, outcome)
+    with comm.monitored("the end"):
+        _conclude(reporter, args, outcome)
+        dist.barrier()
     return outcome
 
 
@@ -193,7 +196,9 @@ def _loss_func(loss_mask: Tensor, losses: Tensor):
 
 def _open_text(args: argparse.Namespace) -> tuple[PackedText, str]:
     """The training text and its digest, which is the same on all ranks."""
-    text = load_text(args.data_path, seq_length=args.seq_length, seed=args.seed, tokenizer_model=args.tokenizer_model)
+    with together(args, dist.group.WORLD, timeout_s=60 * args.distributed_timeout_minutes):
+        sizes = {"seq_length": args.seq_length, "seed": args.seed}
+        text = load_text(args.data_path, **sizes, tokenizer_model=args.tokenizer_model)
     digests = share_all(text.digest(), dist.group.WORLD)
     if differing := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise ValueError(

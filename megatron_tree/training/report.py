@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..files import read_json, whole_file
+from ..files import append, read_json, whole_file, writing
 
 LINES_PER_RUN = 10
 LOG_NAME = "train.jsonl"
@@ -30,29 +30,34 @@ class Reporter:
         if not enabled:
             return
         self._folder, self._last = Path(args.output_dir), args.train_iters
-        self._folder.mkdir(parents=True, exist_ok=True)
-        log = self._folder / LOG_NAME
+        log = self._log = self._folder / LOG_NAME
+        with writing(log):
+            self._folder.mkdir(parents=True, exist_ok=True)
         earlier = read_log(log) if first_step > 1 and log.exists() else []
         with whole_file(log) as part:
             part.write_text("".join(json.dumps(r) + "\n" for r in earlier if r.get("step", 0) < first_step))
-        self._file = log.open("a", buffering=1)
+        with writing(log):
+            self._file = log.open("ab", buffering=0)
         self._ends = (first_step, self._last)
         self._interval = max(1, (self._last - first_step + 1) // LINES_PER_RUN)
 
     def event(self, name: str, **facts: Any) -> None:
         """Log something other than a step."""
         if self._enabled:
-            self._file.write(json.dumps({"event": name, **facts}) + "\n")
+            self._write({"event": name, **facts})
 
     def step(self, step: int, **values: float | None) -> None:
         """Log one training step: loss, grad_norm (or None), lr, tokens_per_s, seconds."""
         if not self._enabled:
             return
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        self._write({"step": step, **values})
         if step % self._interval == 0 or step in self._ends:
             norm = "" if values["grad_norm"] is None else f"  grad norm {values['grad_norm']:.2f}"
             line = f"step {step:>{len(str(self._last))}}/{self._last}  loss {values['loss']:.4f}{norm}"
             self.say(f"{line}  lr {values['lr']:.2e}  {values['tokens_per_s']:,.0f} tokens/s")
+
+    def _write(self, record: dict[str, Any]) -> None:
+        append(self._file.fileno(), json.dumps(record).encode() + b"\n", self._log)
 
     def say(self, text: str) -> None:
         if self._enabled:
@@ -66,7 +71,7 @@ class Reporter:
         if importlib.util.find_spec("matplotlib") is None:
             self.say(f"no {PLOT_NAME}: matplotlib is not installed")
         else:
-            draw_losses(read_log(self._folder / LOG_NAME), self._folder / PLOT_NAME)
+            draw_losses(read_log(self._log), self._folder / PLOT_NAME)
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
@@ -96,5 +101,6 @@ def draw_losses(records: list[dict[str, Any]], picture: Path) -> None:
         axes.axhline(start["unigram_loss"], color="grey", linestyle="--", label="unigram entropy")
     axes.set(xlabel="step", ylabel="loss, nats per token", ylim=(0, None), title=start.get("title", ""))
     axes.legend()
-    figure.savefig(picture, dpi=120)
+    with whole_file(picture) as part:
+        figure.savefig(part, format="png", dpi=120)
     pyplot.close(figure)

@@ -33,13 +33,13 @@ EPSILON = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 DTYPES = st.sampled_from([torch.float64] * 7 + [torch.float32, torch.bfloat16, torch.float16])
 
 
-def attack(run, check, world, drawn_from, calls, shrink=True):
+def attack(run, check, world, drawn_from, calls, shrink=True, mean_session=MEAN_SESSION):
     """Draw sessions on `world` ranks of calls from a strategy, at least `calls` of them, the same for the same seed.
 
     run(rank, world, call) runs on every rank; check(call, results by rank) judges here.
     """
     count = 0
-    limits = dict(max_examples=FIRST + calls // MEAN_SESSION, deadline=None, database=None, print_blob=True)
+    limits = dict(max_examples=FIRST + int(calls / mean_session), deadline=None, database=None, print_blob=True)
     phases = [Phase.generate, *([Phase.shrink] if shrink else [])]
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 

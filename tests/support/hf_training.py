@@ -93,6 +93,6 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
-        sizes = [x.numel() for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
+        sizes = [x.numel() for x in tree_leaves(made) if isinstance(x, torch.Tensor) and not x.is_meta]
         self.elements = max(self.elements, *sizes, 0)
         return made

@@ -77,18 +77,21 @@ class Server:
         max_waiting=64,
         grace=20.0,
         max_model_len=256,
+        end_tokens=None,
+        keep_bytes=0,
         **options,
     ):
         self.runner = runner or GatedRunner(model)
-        self.scheduler = Scheduler(self.runner, tokenizer, max_rows=max_rows, max_waiting=max_waiting)
+        limits = {"max_rows": max_rows, "max_waiting": max_waiting, "keep_bytes": keep_bytes}
+        self.scheduler = Scheduler(self.runner, tokenizer, end_tokens=end_tokens, **limits)
         self.service = Service(
-            frontend=Frontend(self.scheduler),
+            frontend=Frontend(self.scheduler, self.scheduler.grammars),
             prompts=Prompts(tokenizer, vocab_size=self.runner.vocab_size, max_model_len=max_model_len, images=images),
             models=(NAME,),
             **{"request_timeout": 60.0} | options,
         )
-        self._listener = bind("127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.listener = bind("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self.failure, self._ready = None, threading.Event()
         self._thread = threading.Thread(target=self._run, args=(grace,), daemon=True)
         self._thread.start()
@@ -100,7 +103,7 @@ class Server:
             self._ready.set()
 
         try:
-            serve(self.scheduler, self.service, self._listener, grace=grace, ready=ready)
+            serve(self.scheduler, self.service, self.listener, grace=grace, ready=ready)
         except BaseException as error:
             self.failure = error
 
@@ -145,9 +148,11 @@ def is_idle(server):
 def raw(server, path, body, *, headers=(), read=True):
     """The response to a POST with nothing between us and the socket; or, read=False, the open socket."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    head = ["POST " + path + " HTTP/1.1", "Connection: close", "Content-Type: application/json", *headers]
-    head += [] if any(h.startswith("Host:") for h in headers) else ["Host: 127.0.0.1"]
-    head += [] if any(h.startswith("Transfer-Encoding") for h in headers) else [f"Content-Length: {len(data)}"]
+    given = {header.partition(":")[0] for header in headers}
+    usual = {"Connection": "close", "Content-Type": "application/json", "Host": "127.0.0.1"}
+    usual |= {} if "Transfer-Encoding" in given else {"Content-Length": len(data)}
+    head = ["POST " + path + " HTTP/1.1", *headers]
+    head += [f"{name}: {value}" for name, value in usual.items() if name not in given]
     connection = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=60)
     connection.sendall("\r\n".join([*head, "", ""]).encode() + data)
     if not read:

@@ -155,6 +155,22 @@ def run_distributed(fn, world_size, *args, timeout=120.0, env=None, fresh=False)
     return results
 
 
+@contextlib.contextmanager
+def as_launched():
+    """In this context a rank is as torchrun starts it: without a group, which `init_process_group()` makes as it does
+    there. It is left open, as every group of a job. All ranks enter it."""
+    from megatron_tree.comm.rendezvous import host_store
+
+    if dist.get_rank() == 0:
+        _agents.append(host_store())
+    port = [_agents[-1].port if _agents else None]
+    dist.broadcast_object_list(port)
+    dist.barrier()
+    dist.destroy_process_group()
+    with environment({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port[0], "TORCHELASTIC_USE_AGENT_STORE": "True"}):
+        yield
+
+
 def close_pools():
     """End all workers. Called at the end of the session."""
     while _pools:
@@ -164,6 +180,7 @@ def close_pools():
 _pools = {}
 _groups = itertools.count()
 _store = None
+_agents = []  # of rank 0: stores of the groups that a job's ranks have started by themselves
 atexit.register(close_pools)
 
 
@@ -317,6 +334,7 @@ def _worker(connection, trace_path):
             if job is None:
                 if dist.is_initialized():
                     dist.destroy_process_group()
+                _agents.clear()
                 gc.collect()  # a gloo group that is left in a cycle has a thread that wakes up 100 times a second
                 continue
             try:

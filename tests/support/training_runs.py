@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import random
+import weakref
 from pathlib import Path
 
 import torch
@@ -34,7 +35,7 @@ def write_text(folder, files=8):
 def train_all(rank, world, runs):
     """Train each of `runs`, pairs of the output folder and options after TINY's. What rank 0 prints goes to FOLDER.txt.
 
-    Returns a list with each run's `Outcome`, or its ValueError's text.
+    Returns a list with each run's `Outcome`, or the text of its ValueError or NotWritten.
     """
     from megatron_tree.integrations.megatron.cpu import megatron_on_cpu
 
@@ -45,6 +46,8 @@ def train_all(rank, world, runs):
 
 def _train(rank, world, folder, options):
     from megatron_tree import TreeConfig
+    from megatron_tree.comm import group
+    from megatron_tree.files import NotWritten
     from megatron_tree.integrations import megatron as tree
     from megatron_tree.training.arguments import check_arguments, parse_arguments
     from megatron_tree.training.loop import recorded_signals, train
@@ -56,7 +59,8 @@ def _train(rank, world, folder, options):
             args = parse_arguments([*TINY.split(), "--output-dir", str(folder), *options.split()])
             check_arguments(args, world)
             return train(args, torch.device("cpu"), received)
-    except ValueError as error:
+    except (ValueError, NotWritten) as error:
+        group._states.pop(weakref.ref(dist.group.WORLD), None)  # it can't be used any more, but the next run shall
         return str(error)
     finally:
         tree.uninstall()

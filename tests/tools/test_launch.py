@@ -220,6 +220,33 @@ def test_mistakes_are_explained(command, message):
     assert message in output
 
 
+BAD_LINES = ["node-0", "slots=8", "node-0 slots=0", "node-0 slots=-1", "node-0 slots=08", "node-0 slots=2.5",
+    "node-0 slots=gpu", "node-0 slots = 8", "node-0 SLOTS=8", "node-0:8", "node-0 slots=8 max_slots=9",
+    " node-0 slots=8", "-oProxyCommand=x slots=1", "a/b slots=1", "a;b slots=1", "n\u00f6de slots=1",
+    "\ufeffnode-0 slots=8", "node-0 slots=999999", "a slots=1\rb slots=2"]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_a_bad_line_of_a_hostfile_is_shown(line, tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"# nodes\nnode-1 slots=2\n{line}\n", newline="")
+    status, output = _run("launch/deepspeed_hostfile.sh", "--hostfile", hosts, "generate")
+    shown = line.replace("\r", "\n")  # by Python's reading of the output
+    assert status == 1 and f"error: {hosts}, line 3: '{shown}' is not 'HOST slots=RANKS'" in output
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", " names no host"), ("# node-0 slots=8\n\n", " names no host"), ("a\0 slots=1\n", " has NUL characters"),
+     ("a slots=1\nb slots=1\na slots=2", " lists the host a more than once")],
+)  # fmt: skip
+def test_a_hostfile_without_a_job_is_explained(text, message, tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text(text)
+    status, output = _run("launch/deepspeed_hostfile.sh", "--hostfile", hosts, "generate")
+    assert status == 1 and f"error: {hosts}{message}" in output
+
+
 def test_no_environment_is_explained(tmp_path):
     status, output = _run("launch/deepspeed_local.sh", "generate", VIRTUAL_ENV=str(tmp_path))
     assert status == 1

@@ -1,12 +1,15 @@
-"""No log line stands inside a streamed answer; warnings do not wait."""
+"""No log line stands inside a streamed answer; ranks start together, with the same options, or not at all."""
 
+import argparse
 import io
 import logging
 
 import pytest
+import torch.distributed as dist
 
-from megatron_tree.launching import hold_log
+from megatron_tree.launching import hold_log, together
 from megatron_tree.log import logger
+from support.ranks import run_distributed
 
 
 @pytest.fixture
@@ -28,3 +31,45 @@ def test_log_lines_wait_for_the_end_of_an_answer(log):
         log.write("the answer\n")
     logger.info("afterwards")
     assert log.getvalue() == "a rank is gone\nthe answer\na schedule\nafterwards\n"
+
+
+def _together(rank, world, options, errors):
+    """What this rank raises where ranks have these options, and raise these errors."""
+    args, error = argparse.Namespace(**options[rank]), errors.get(rank)
+    try:
+        with together(args, dist.group.WORLD, timeout_s=30.0):
+            if error is not None:
+                raise error
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+SAME = [{"lr": 0.1, "config": None}, {"lr": 0.1, "config": "lr.yaml"}, {"lr": 0.1, "api_keys": "secret"}]
+
+
+def test_options_that_differ_end_all_ranks():
+    assert run_distributed(_together, 3, SAME, {}) == [None] * 3
+    options = [SAME[0], {"lr": 0.1, "max_rows": 8}, {"lr": 0.2, "api_keys": "secret"}]
+    said = "the ranks were started with different options: --lr is 0.1 on rank 0 and 0.2 on rank 2; "
+    said += "--max-rows is nothing on rank 0 and 8 on rank 1"
+    assert run_distributed(_together, 3, options, {}) == [("ValueError", said)] * 3
+
+
+def test_what_one_rank_raises_all_raise():
+    missing = FileNotFoundError(2, "No such file or directory", "tokenizer.json")
+    cases = {
+        ("ValueError", "port 80 is taken"): ValueError("port 80 is taken"),
+        ("ValueError", str(missing)): missing,
+        ("TreeError", "rank 2 failed: MemoryError: none is left"): MemoryError("none is left"),
+    }
+    for others, error in cases.items():
+        own = type(error).__name__, str(error)
+        assert run_distributed(_together, 3, SAME, {2: error}) == [others, others, own]
+
+
+def test_one_process_alone_compares_nothing():
+    with together(argparse.Namespace(lr=1), None, timeout_s=1.0):
+        pass
+    with pytest.raises(ValueError, match="alone"), together(argparse.Namespace(lr=1), None, timeout_s=1.0):
+        raise ValueError("alone")

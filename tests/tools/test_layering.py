@@ -15,7 +15,20 @@ LONG_FUNCTIONS = {"attn_decode_kernel"}  # a kernel of Triton is one function
 
 # From the bottom up. A module imports from its own layer and those below. docs/design.md has the same list.
 LAYERS = (
-    {"errors", "config", "dropout", "duals", "energy", "merge", "layout", "log", "files", "units", "compiled"},
+    {
+        "errors",
+        "arguments",
+        "config",
+        "dropout",
+        "duals",
+        "energy",
+        "merge",
+        "layout",
+        "log",
+        "files",
+        "units",
+        "compiled",
+    },
     {"kernels"},
     {"comm", "plan"},
     {"attention"},

@@ -16,7 +16,9 @@ import transformers
 from megatron_tree.convert.checkpoints import byte_tokenizer, to_huggingface, to_megatron
 from megatron_tree.convert.command import main
 from megatron_tree.convert.megatron_lm import PLAIN
+from megatron_tree.files import NotWritten
 from megatron_tree.training.checkpoint_files import MANIFEST
+from support.limits import files_of_at_most
 from support.ranks import run_distributed
 from support.training_runs import losses, records, train_all, write_text
 
@@ -136,6 +138,18 @@ def test_there_and_back_bit_by_bit(converted, tmp_path):
         with torch.no_grad():
             assert torch.equal(again(tokens()).logits, model(tokens()).logits), family
         assert type(again) is type(model)
+
+
+def test_no_space_left(converted, tmp_path):
+    """Nothing that looks like a model or a checkpoint is left, and the sentence names the folder."""
+    _, hf, megatron = converted["llama"]
+    for convert, source in ((to_huggingface, megatron), (to_megatron, str(hf))):
+        out = tmp_path / convert.__name__
+        with files_of_at_most(20_000), pytest.raises(NotWritten, match=f"no space left on {tmp_path}") as caught:
+            convert(source, out)
+        assert str(caught.value).endswith("is not written (File too large)")
+        assert not out.exists() or not (out / "latest_checkpointed_iteration.txt").exists()
+    to_huggingface(megatron, tmp_path / "to_huggingface")
 
 
 @pytest.mark.parametrize(("dtype", "after"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)])

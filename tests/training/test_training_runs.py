@@ -14,6 +14,7 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("matplotlib")
 
 from megatron_tree.training.checkpoint_files import MANIFEST, TRACKER, checkpoint_folder, fault_of
+from support.limits import files_of_at_most
 from support.ranks import run_distributed
 from support.training_runs import losses, records, train_all, write_text
 
@@ -55,7 +56,9 @@ def _all_runs(rank, world, folder):
     trained("alone", "")
     copied("kept", "saved_flipped", "saved_nothing", "saved_killed")
     once(lambda: _kill_the_second_save(folder / "saved_killed"))
-    copied("saved_killed", "saved_tp2", "saved_dp2", "saved_refused")
+    copied("saved_killed", "saved_tp2", "saved_dp2", "saved_refused", "saved_full")
+    with files_of_at_most(20_000):
+        trained("full", f"{CP2} {saved}_full")
     trained("killed", f"{CP2} {saved}_killed")
     trained("tp2", f"{TP2} {saved}_tp2")
     trained("dp2", f"{saved}_dp2")
@@ -115,6 +118,14 @@ def assert_same(folder, expected, rel=1e-5):
     """A run's losses are those of another one at the same steps."""
     actual = losses(folder)
     assert actual and actual == {n: pytest.approx(expected[n], rel=rel, abs=0) for n in actual}, folder
+
+
+def test_a_disk_without_space_keeps_the_former_checkpoint(runs):
+    folder, outcomes = runs
+    saved = folder / "saved_full"
+    assert outcomes["full"] == (f"no space left on {saved}: iter_0000004.unfinished is not written (File too large)")
+    assert (saved / TRACKER).read_text() == "2\n" and fault_of(checkpoint_folder(saved, 2)) is None
+    assert not checkpoint_folder(saved, 4).exists()
 
 
 @pytest.mark.supports("megatron-tree train", with_="layouts give the same losses; checkpoints resume in another layout")
