@@ -196,7 +196,12 @@ def _refusals(rank, world):
 def test_refusals_reach_all_ranks():
     first, second = run_distributed(_refusals, 2)
     names = ["topk=0", "topk=True", "topk=2.0", "max_seqlen='many'", "schedule='ring'", "index_q must be a 4-D"]
-    names += ["index_weights (3, 1, 3)", "index_q's head_dim, 4", "index_k must be a 3-D", *["needs q_positions"] * 2]
+    names += [
+        "index_weights (3, 1, 3)",
+        "index_q's head_dim, 4",
+        "index_k must be a 3-D",
+        *["q_positions=None must be"] * 2,
+    ]
     names += ["cache_positions must be", "block_table needs cache_seqlens", *["selected must be int32 [3, 3"] * 2]
     names += ["slots of this rank's", "selected holds -3", "'ring'", "window_size", "q_positions", "alibi_slopes"]
     for said in (first, second):

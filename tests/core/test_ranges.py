@@ -171,10 +171,10 @@ def test_masks_match_the_oracle():
 
 def _sent(rank, world, mask, rows):
     q, k, v = (torch.randn(1, rows, h, 4, requires_grad=True) for h in (4, 2, 2))
-    sent = []
+    sent, options = [], dict(cp_group=dist.group.WORLD, ranges=mask, layout=(rows,) * world)
     for config in (TreeConfig(schedule="cast", ulysses_size=1), TreeConfig()):
         with comm.record() as log:
-            out = tree_attn_func(q, k, v, cp_group=dist.group.WORLD, ranges=mask, layout="contiguous", config=config)
+            out = tree_attn_func(q, k, v, config=config, **options)
             out.backward(torch.ones_like(out))
         sent.append(sum(x.bytes for x in log))
     return sent

@@ -132,7 +132,7 @@ def _in_bf16(rank, world, folder, want):
         options = {"fsdp": fsdp, "sp_size": 2, "loss_tile": 7, "args": {"bf16": True}}
         found, _ = _train(Trainer, folder, "padded", 1, **options)
         for name, values in found.items():
-            assert values == pytest.approx(want["padded", False][0][name], rel=2**-6), (fsdp, name)
+            assert values == pytest.approx(want["padded", False][0][name], rel=2**-5), (fsdp, name)
 
 
 def _compare(found, weights, want_found, want_weights):
