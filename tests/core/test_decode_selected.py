@@ -110,7 +110,7 @@ BATCH, WIDE, MANY = 5, 32, 128  # rows of one query, and keys of each
 def _bytes(rank, world):
     """({what: bytes that this rank sends}; of schedules also those of the plan), and the keys that it has selected.
     Of MANY keys some have the score 0, as have others."""
-    group, config = dist.group.WORLD, TreeConfig(transport="direct", timeout_s=60)
+    group, config = dist.group.WORLD, TreeConfig(transport="direct", topology="ethernet", timeout_s=60)
     g = torch.Generator().manual_seed(0)
     q, w, k = (torch.randn(BATCH, *shape, generator=g) for shape in ((1, 3, 4), (1, 3), (200, 4)))
     mine = slice(rank, None, world)
