@@ -17,7 +17,7 @@ from .call_record import Call, Step
 from .group import IN_PART, GroupState, wait_limit
 from .health.agreement import Signature, compare, digest_of, log_call
 from .health.reports import Report
-from .health.watchdog import MEANWHILE, Watchdog
+from .health.watchdog import MEANWHILE, Watchdog, region
 from .transforms import check_transforms
 
 # how torch's activation checkpointing leaves a forward that it recomputes, once all that it needs is there: no failure
@@ -219,6 +219,8 @@ def begin_step(group, **values) -> None:
 
 def _leave_by(group, error: BaseException) -> None:
     """Tell the ranks of a group that this one won't come to the next call, unless they know."""
+    if region() and not isinstance(error, ValueError):  # the region tells all ranks of the job
+        return
     with contextlib.suppress(CommError):  # the rank's own error says more
         watchdog = Watchdog.of(group)
         if not (watchdog.calls.doubts or watchdog.error or watchdog.rejection):
