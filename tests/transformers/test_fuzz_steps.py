@@ -30,6 +30,8 @@ LIMIT_S = 20.0
 ROWS = 3
 PLACES = ("embed_tokens", "layers.0.self_attn", "layers.0.mlp", "layers.1.self_attn", "layers.1.mlp", "norm")
 TRANSPORTS = ("auto", "direct", "builtin")
+# the failure; or that another rank is in another operation, or in none any more, since an earlier failure
+TOLD = ("no room", "step.positions", "crop", "different arguments: rank", "did not call")
 
 
 def make_script(world, rng):
@@ -128,7 +130,7 @@ def judge(world, transport, seeds):
     right, errors = zip(*run_distributed(_run, world, transport, seeds, timeout=60.0 * (2 + len(seeds))))
     assert all(right) and all(errors), (right, errors)
     told = [text for texts in errors for text in texts if not text.startswith("MemoryError")]
-    assert all("no room" in text or "step.positions" in text or "crop" in text for text in told), told
+    assert all(any(reason in text for reason in TOLD) for text in told), told
 
 
 @pytest.mark.parametrize(("world", "transport"), [(2, "auto"), (2, "direct"), (3, "builtin")])
