@@ -106,35 +106,50 @@ def _make(name, trainer, folder, ranks, **more):
 
             assert args.device.type == "cpu"
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
-        return trainer(model=_model(), ref_model=_model(seed=2), args=args, train_dataset=_pairs(), **options)
+        made = trainer(model=_model(), ref_model=_model(seed=2), args=args, train_dataset=_pairs(), **options)
+        if name == "dpo":
+            made.logged = _logs_completions(made)
+        return made
     if name in ("reward", "adapted"):
         args = config("RewardConfig", center_rewards_coefficient=0.1, eval_strategy="steps", eval_steps=2)
         data, model = _pairs(), _model("scores")
         if name == "adapted":
             model = _with_lora(model, "SEQ_CLS")
         return trainer(model=model, args=args, train_dataset=data, eval_dataset=data.select(range(8)), **options)
-    if name in ("kto", "precomputed_kto"):
+    if name in ("kto", "precomputed_kto", "apo"):
         rows = [{"prompt": r["prompt"], "completion": r["chosen"], "label": i % 3 > 0} for i, r in enumerate(_pairs())]
-        args = config("KTOConfig", precompute_ref_log_probs=name == "precomputed_kto")
-        data, reference = _on_disk(rows, folder / "rows"), _model(seed=2)
-        return trainer(model=_model(), ref_model=reference, args=args, train_dataset=data, **options)
+        loss = {"loss_type": "apo_zero_unpaired", "undesirable_weight": 0.7} if name == "apo" else {}
+        args = config("KTOConfig", precompute_ref_log_probs=name == "precomputed_kto", **loss)
+        data, reference = _on_disk(rows, folder / "rows"), None if name == "apo" else _model(seed=2)
+        model = _model()
+        model.config._name_or_path = str(folder.parents[1] / "reference")  # where TRL finds one by itself
+        return trainer(model=model, ref_model=reference, args=args, train_dataset=data, **options)
     data = Dataset.from_list([{"prompt": s[: 5 + i % 7]} for i, s in enumerate(SENTENCES * 4)])
-    kind = "RLOOConfig" if name == "rloo" else "GRPOConfig"
+    own = ONLINE[name]
     online = {"num_generations": 8, "max_completion_length": 10, "per_device_train_batch_size": 8 // ranks}
-    online |= {"normalize_advantages": True} if name == "rloo" else {}
-    if name == "grpo":
-        online |= {"steps_per_generation": 2, "num_iterations": 2, "gradient_accumulation_steps": 1}
-        online |= {"mask_truncated_completions": False, "entropy_coef": 0.01}
-    elif name == "statistics":
-        online |= {"scale_rewards": "batch", "top_entropy_quantile": 0.6, "loss_type": "cispo", "beta": 0.1}
-        online |= {"steps_per_generation": 2, "multi_objective_aggregation": "normalize_then_sum"}
-    elif name == "rollout":
+    if name in ("rollout", "truncated"):
         online["per_device_train_batch_size"], options["rollout_func"] = 16 // ranks, _rollout
     model = _model()
-    if name in ("rloo", "statistics"):  # TRL loads the reference from where the model came from
+    if KINDS[name] == "RLOOTrainer" or own.get("beta"):  # TRL loads the reference from where the model came from
         model.config._name_or_path = str(folder.parents[1] / "reference")
-    args = config(kind, **online)
-    return trainer(model=model, reward_funcs=_reward, args=args, train_dataset=data, **options)
+    args = config(KINDS[name].replace("Trainer", "Config"), **online | own)
+    rewards = _reward
+    if name == "scored":
+        rewards, options["reward_processing_classes"] = [_model("scores", seed=4), _reward], [_tokenizer(), None]
+    return trainer(model=model, reward_funcs=rewards, args=args, train_dataset=data, **options)
+
+
+def _logs_completions(trainer):
+    """TRL's callback that generates for some prompts after every second step: each process for some of them."""
+    from datasets import Dataset
+    from trl.trainer.callbacks import LogCompletionsCallback
+
+    trainer.eval_dataset = Dataset.from_list([{"prompt": s[:6]} for s in SENTENCES[:3]])
+    # shards are trained without a cache of Transformers'
+    generation = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=0, use_cache=False)
+    callback = LogCompletionsCallback(trainer, generation, num_prompts=3, freq=2)
+    trainer.add_callback(callback)
+    return callback
 
 
 def _weighted(outputs, labels, num_items_in_batch=None):
@@ -157,16 +172,35 @@ def _reward(completions, **options):
 
 
 def _rollout(prompts, trainer):
-    """Completions of eight lengths to each prompt."""
+    """Completions of eight lengths to each prompt, every second of which ends."""
     ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
     rows = [[(7 * (i % 8) + 3 * j + len(row)) % 120 + 1 for j in range(3 + i % 8)] for i, row in enumerate(ids)]
+    rows = [row + [0] * (i % 2) for i, row in enumerate(rows)]
     return {"prompt_ids": ids, "completion_ids": rows, "logprobs": None}
 
 
-KINDS = dict.fromkeys(("smoothed", "weighted"), "Trainer") | dict.fromkeys(("sft", "packed"), "SFTTrainer") | {
-    "dpo": "DPOTrainer", "kto": "KTOTrainer", "reward": "RewardTrainer", "rloo": "RLOOTrainer", "grpo": "GRPOTrainer",
-    "rollout": "GRPOTrainer", "lora": "DPOTrainer", "fsdp": "DPOTrainer", "adapted": "RewardTrainer",
-    "statistics": "GRPOTrainer", "precomputed": "DPOTrainer", "precomputed_kto": "KTOTrainer",
+TWICE = {"steps_per_generation": 2, "num_iterations": 2}
+ONLINE = {  # options of GRPO and RLOO
+    "grpo": TWICE | {"gradient_accumulation_steps": 1, "entropy_coef": 0.01},
+    "statistics": {"scale_rewards": "batch", "top_entropy_quantile": 0.6, "loss_type": "cispo", "beta": 0.1}
+    | {"steps_per_generation": 2, "multi_objective_aggregation": "normalize_then_sum"},
+    "rollout": {},
+    "sapo": TWICE | {"loss_type": "sapo"},
+    "vespo": TWICE | {"loss_type": "vespo"},
+    "luspo": TWICE | {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    "kl": TWICE | {"beta": 0.1, "scale_rewards": "none", "loss_type": "dr_grpo", "use_bias_correction_kl": False},
+    "synced": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2, "loss_type": "grpo"},
+    "two-sided": TWICE | {"delta": 1.5, "epsilon_high": 0.3, "off_policy_mask_threshold": 0.1},
+    "truncated": {"mask_truncated_completions": True, "loss_type": "bnpo"},
+    "scored": {"reward_weights": [1.0, 0.5]},
+    "rloo": {"normalize_advantages": True},
+    "rloo-clipped": TWICE | {"beta": 0.2, "reward_clip_range": (0.2, 0.8)},
+}
+KINDS = {
+    "smoothed": "Trainer", "weighted": "Trainer", "sft": "SFTTrainer", "packed": "SFTTrainer",
+    "dpo": "DPOTrainer", "kto": "KTOTrainer", "reward": "RewardTrainer", "lora": "DPOTrainer", "fsdp": "DPOTrainer",
+    "adapted": "RewardTrainer", "precomputed": "DPOTrainer", "precomputed_kto": "KTOTrainer", "apo": "KTOTrainer",
+    **dict.fromkeys(ONLINE, "GRPOTrainer"), "rloo": "RLOOTrainer", "rloo-clipped": "RLOOTrainer",
 }  # fmt: skip
 CLOCKS = ("runtime", "per_second", "time")
 
@@ -182,6 +216,10 @@ def _figures(trainer):
     logs = [{k: v for k, v in log.items() if not any(c in k for c in CLOCKS)} for log in trainer.state.log_history]
     for kept in ("prompt", "completion", "advantages"):  # of the latest completions
         logs.append(dict(enumerate(getattr(trainer, "_logs", {}).get(kept, ()))))
+    if hasattr(trainer, "logged") and trainer.accelerator.is_main_process:
+        assert sorted(x[:2] for x in trainer.logged.table) == [
+            (str(i), s[:6]) for i in (2, 4) for s in sorted(SENTENCES[:3])
+        ]
     weights = {name: p.detach() for name, p in trainer.model.named_parameters()}
     return logs, {name: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for name, p in weights.items()}
 
@@ -248,8 +286,18 @@ def test_two_groups_that_share_the_answers_to_a_prompt(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.supports("TRL's trainers", with_="packed SFT, KTO, RLOO, reward models; DPO with LoRA, FSDP2")
-@pytest.mark.parametrize("names", [["packed", "kto", "lora", "adapted"], ["reward", "rloo", "fsdp"]])
+@pytest.mark.supports(
+    "TRL's trainers", with_="packed SFT, KTO, RLOO, reward models; DPO with LoRA, FSDP2; all losses of GRPO"
+)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["packed", "kto", "lora", "adapted"],
+        ["reward", "rloo", "fsdp", "apo"],
+        ["sapo", "vespo", "luspo", "kl", "two-sided"],
+        ["synced", "truncated", "scored", "rloo-clipped"],
+    ],
+)
 def test_more_trainers_on_two_ranks(tmp_path, names):
     _check(tmp_path, names, 2, 2)
 

@@ -30,7 +30,14 @@ from transformers import PreTrainedModel
 from ...comm import in_step
 from ...config import TreeConfig
 from . import trl
-from .accelerated import count_sequence_groups, drop_repeated, launched_with, read_parallelism, repeats_only
+from .accelerated import (
+    count_sequence_groups,
+    drop_repeated,
+    gathers_once,
+    launched_with,
+    read_parallelism,
+    repeats_only,
+)
 from .log_probs import LogProbs, gather_tokens, token_log_probs
 from .parallel import register_sequence_parallel
 from .prefix_trees import with_tokens
@@ -148,7 +155,8 @@ class SequenceParallelMixin:
         # evaluate() has prepared the model without DDP, and marked it as prepared
         if vars(self.model).pop("_is_accelerate_prepared", False):
             self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
-        return super().train(*values, **options)
+        with gathers_once(self.sequence_parallel, *trl.modules()):  # TRL's callbacks
+            return super().train(*values, **options)
 
     def get_total_train_batch_size(self, args) -> int:
         """Sequences of a step."""

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import sys
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +51,11 @@ def trainer_of(classes: list[type]) -> str | None:
     """The name of TRL's class among the classes of a trainer."""
     names = (cls.__name__ for cls in classes if cls.__module__.startswith("trl.trainer.") and cls.__name__ in TRAINERS)
     return next(names, None)
+
+
+def modules() -> list[ModuleType]:
+    """Those of TRL that gather what ranks have, as far as they are imported."""
+    return [module for name, module in sys.modules.items() if name.startswith(("trl.trainer.", "trl.generation."))]
 
 
 def check_arguments(name: str, args, given: dict) -> None:
@@ -226,10 +232,7 @@ class Online:
     def _generate_and_score_completions(self, plain, inputs):
         """By the random numbers of the group's first rank, which all ranks then go on with."""
         share_random_numbers(self.parallel.sp_group)
-        of_trl = [
-            module for name, module in sys.modules.items() if name.startswith(("trl.trainer.", "trl.generation."))
-        ]
-        with gathers_once(self.parallel, *of_trl):
+        with gathers_once(self.parallel, *modules()):
             result = plain(inputs)
         share_random_numbers(self.parallel.sp_group)
         return result
