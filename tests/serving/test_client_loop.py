@@ -142,6 +142,38 @@ def test_the_ordinary_loop_of_tools(chat, stream):
     assert call.function.name == "weather"
 
 
+class _Land(pydantic.BaseModel, extra="forbid"):
+    code: Literal["IT", "NO"]
+
+
+class _Place(pydantic.BaseModel, extra="forbid"):
+    name: Literal["Rome", "Oslo"]
+    land: _Land
+
+
+class _Trip(pydantic.BaseModel, extra="forbid"):
+    start: _Place
+    end: _Place
+
+
+@pytest.mark.parametrize("tools", [1, 2])
+def test_a_tool_refers_to_its_own_definitions(server, chat, tools):
+    pytest.importorskip("llguidance")
+    trip = {"type": "function", "function": {"name": "trip", "parameters": _Trip.model_json_schema()}}
+    place = {"type": "function", "function": {"name": "place", "parameters": _Place.model_json_schema()}}
+    options = {"tools": [place, trip][-tools:], "max_tokens": 220, "temperature": 1.0, "seed": 5, "parallel_tool_calls": False}
+    named = {"type": "function", "function": {"name": "trip"}}
+    for choice in ("required", named):
+        (call, *_) = chat(tool_choice=choice, **options).choices[0].message.tool_calls
+        (_Trip if call.function.name == "trip" else _Place).model_validate_json(call.function.arguments)
+    flat = [{"type": "function", **tool["function"]} for tool in options.pop("tools")]
+    options["max_output_tokens"] = options.pop("max_tokens")
+    del options["seed"]
+    answer = server.client().responses.create(model=NAME, input="go", tools=flat, tool_choice="required", **options)
+    (call, *_) = [item for item in answer.output if item.type == "function_call"]
+    (_Trip if call.name == "trip" else _Place).model_validate_json(call.arguments)
+
+
 def _in_pieces(text, size, **options):
     found = ToolText(["f", "g"], **options)
     sent = "".join(found.add(text[i : i + size]) for i in range(0, len(text), size))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -11,6 +11,7 @@ from ..messages import Lenient
 from .tools import NamedTool, Schema, Tool, ToolChoice
 
 ANY_OBJECT = {"type": "object"}
+VALUES = ("const", "enum", "default", "examples")  # whose contents are no schemas
 
 
 class JsonSchema(Lenient):
@@ -47,15 +48,23 @@ def forced_calls(tools: list[Tool], choice: ToolChoice, parallel: bool) -> str:
     functions = [tool.function for tool in tools]
     if isinstance(choice, NamedTool):
         functions = [function for function in functions if function.name == choice.function.name]
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": function.name}, "arguments": function.parameters},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for function in functions
-    ]
-    call = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    calls = []
+    for i, function in enumerate(functions):
+        arguments = _moved(function.parameters, f"#/items/anyOf/{i}/properties/arguments")
+        properties = {"name": {"const": function.name}, "arguments": arguments}
+        call = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        calls.append(call)
     most = {} if parallel and not isinstance(choice, NamedTool) else {"maxItems": 1}
-    return json.dumps({"type": "array", "items": call, "minItems": 1, **most})
+    return json.dumps({"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most})
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """A schema whose own root has become the place `to` of another one: references to it follow."""
+    if isinstance(schema, list):
+        return [_moved(item, to) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {name: value if name in VALUES else _moved(value, to) for name, value in schema.items()}
+    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
+        moved["$ref"] = to + reference[1:]
+    return moved
