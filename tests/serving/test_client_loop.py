@@ -161,7 +161,13 @@ def test_a_tool_refers_to_its_own_definitions(server, chat, tools):
     pytest.importorskip("llguidance")
     trip = {"type": "function", "function": {"name": "trip", "parameters": _Trip.model_json_schema()}}
     place = {"type": "function", "function": {"name": "place", "parameters": _Place.model_json_schema()}}
-    options = {"tools": [place, trip][-tools:], "max_tokens": 220, "temperature": 1.0, "seed": 5, "parallel_tool_calls": False}
+    options = {
+        "tools": [place, trip][-tools:],
+        "max_tokens": 220,
+        "temperature": 1.0,
+        "seed": 5,
+        "parallel_tool_calls": False,
+    }
     named = {"type": "function", "function": {"name": "trip"}}
     for choice in ("required", named):
         (call, *_) = chat(tool_choice=choice, **options).choices[0].message.tool_calls
