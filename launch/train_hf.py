@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> None:
     from megatron_tree.training.data import microbatch_indices
 
     device = init_distributed()
-    with together(args, dist.group.WORLD, timeout_s=TreeConfig().timeout_s):
+    with together(args, comm.Ranks.of(dist.group.WORLD, config=TreeConfig())):
         model, text = load(args)
     with comm.monitored("the start"):
         engine, parallel, first = start(args, model)

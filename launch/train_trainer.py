@@ -60,6 +60,7 @@ def main(argv: list[str]) -> int:
     import torch
     import torch.distributed as dist
 
+    from megatron_tree.comm import Ranks
     from megatron_tree.integrations.transformers import models
     from megatron_tree.integrations.transformers.trainer import Trainer  # instead of: from transformers import Trainer
     from megatron_tree.launching import quiet, together
@@ -72,7 +73,7 @@ def main(argv: list[str]) -> int:
     _ = args.device  # starts the process group
     group = dist.group.WORLD if dist.is_initialized() else None
     try:
-        with together(parser.parse_args(argv), group, timeout_s=args.ddp_timeout):
+        with together(parser.parse_args(argv), Ranks.of(group, limit_s=args.ddp_timeout)):
             folder = models.model_folder(options.model)
             data = sequences_of(options, models.load_tokenizer(folder))
     except ValueError as error:

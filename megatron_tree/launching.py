@@ -182,14 +182,15 @@ def run_script(
 
 
 @contextlib.contextmanager
-def together(args: argparse.Namespace, group, *, timeout_s: float):
+def together(args: argparse.Namespace, ranks):
     """The first thing that the ranks of a command do once they have a process group: in this context each rank does by
     itself what may fail on one of them. What one rank raises all raise; then the ranks compare their options, once.
 
-    group: of all ranks; None for one.
+    ranks: all of them, a `comm.Ranks`.
     Raises on every rank: ``ValueError`` for options that differ, and for a ``ValueError`` or an ``OSError`` of another
-        rank, a `TreeError` for other errors there; `CommError` naming the ranks that don't come within timeout_s.
+        rank, a `TreeError` for other errors there; `CommError` naming the ranks that don't come in time.
     """
+    from .comm import Ranks
     from .comm.wire import share_all
 
     options = {name: repr(value) for name, value in vars(args).items() if name not in NOT_COMPARED}
@@ -198,15 +199,15 @@ def together(args: argparse.Namespace, group, *, timeout_s: float):
     except Exception as error:
         kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
         with contextlib.suppress(CommError):  # the rank's own error says more
-            share_all([kind, str(error)], group, timeout_s=min(timeout_s, LAST_WORDS_S))
+            share_all([kind, str(error)], Ranks.of(ranks.group, limit_s=min(ranks.timeout_s, LAST_WORDS_S)))
         raise
-    said = share_all(digest_of(options), group, timeout_s=timeout_s)
+    said = share_all(digest_of(options), ranks)
     for rank, error in enumerate(said):
         if isinstance(error, list):
             kind, text = error
             raise TreeError(f"rank {rank} failed: {kind}{text}") if kind else ValueError(text)
     if len(set(said)) > 1:
-        raise ValueError(_difference(share_all(options, group, timeout_s=timeout_s)))
+        raise ValueError(_difference(share_all(options, ranks)))
 
 
 def _difference(of_ranks: list[dict[str, str]]) -> str:

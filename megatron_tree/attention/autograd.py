@@ -82,7 +82,7 @@ class TreeAttention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         q, k, v, sinks, call, with_lse, *placeholders = inputs
-        ctx.derivatives = Derivatives(call, with_lse, comm.call_stamp(call.group), bool(placeholders))
+        ctx.derivatives = Derivatives(call, with_lse, comm.call_stamp(call.ranks.group), bool(placeholders))
         save(ctx, (*(placeholders or (q, k, v)), sinks), output, results=2)
 
     @staticmethod
@@ -118,7 +118,7 @@ class Tangent(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         *inputs, derivatives = inputs
-        ctx.derivatives = Derivatives(derivatives.call, True, comm.call_stamp(derivatives.call.group))
+        ctx.derivatives = Derivatives(derivatives.call, True, comm.call_stamp(derivatives.call.ranks.group))
         save(ctx, inputs, output, results=4)
 
     @staticmethod

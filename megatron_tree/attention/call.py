@@ -21,7 +21,6 @@ from ..log import say_once
 from ..plan import Arrangement, Mask, PassPlan, Shape, TrainingPlan, plan_training
 from .cell import Cell, Selected, wire_dtype
 from .rows import TeamRows, VisibleRows
-from .topology import GroupTopology
 from .tuning import Stopwatch, tuned_plan
 
 
@@ -30,49 +29,54 @@ class AttnArgs:
     """A checked attention call, before it is planned."""
 
     spec: AttnSpec
-    group: object
+    ranks: comm.Ranks
     queries: Sharding
     keys: Sharding
     """Equal to `queries` in self attention."""
-    config: TreeConfig
     selected: Tensor | None = None
     """int32 [b, s, m]: positions of the keys that this rank's queries see, if not all within the mask; -1: none."""
+
+    @property
+    def config(self) -> TreeConfig:
+        return self.ranks.config
+
+    @property
+    def rank(self) -> int:
+        return self.ranks.rank
 
     def planned(
         self,
         shape: Shape,
         batch: int,
         dtype: torch.dtype,
-        net: GroupTopology,
         backend: Backend,
         with_lse: bool,
         *,
-        device: torch.device | None = None,
         again: bool = False,
         rehearse: Callable[[AttnCall, Stopwatch], None] | None = None,
     ) -> AttnCall:
         """Plan the call of tensors of this shape, and of the same with tangents if backend.dual. with_lse: as in
-        `plan_training`. rehearse: runs the passes of a call on this device, whose plan may be measured (tuning.py);
-        again: it goes backward."""
+        `plan_training`. rehearse: runs the passes of a call, whose plan may be measured (tuning.py); again: it goes
+        backward. Collective at the group's first call."""
         sizes = (shape, batch, dtype, with_lse, self._mask(), _visible_fraction(self))
         args = {name: getattr(self, name) for name in _ARGS}
-        made = functools.partial(AttnCall, **args, shape=shape, batch=batch, dtype=dtype, net=net, backend=backend)
-        plan_on = self._plan_on(net, backend.dual, *sizes)
+        made = functools.partial(AttnCall, **args, shape=shape, batch=batch, dtype=dtype, backend=backend)
+        plan_on, topology = self._plan_on(backend.dual, *sizes), self.ranks.network.topology
         if rehearse is None or not self._is_tuned():
-            plan = plan_on(topology=net.topology)
+            plan = plan_on(topology=topology)
         else:
             rows = self.queries.seq_len, self.keys.seq_len
-            kind = (*rows, self.spec.causal, self.config, net.fingerprint, again, *sizes)
+            kind = (*rows, self.spec.causal, self.config, self.ranks.fingerprint, again, *sizes)
 
             def run(plan: TrainingPlan, watch: Stopwatch) -> None:
                 rehearse(made(plan=plan), watch)
 
-            plan = tuned_plan(self.group, kind, plan_on, net.topology, run, device, self.config.timeout_s, again=again)
+            plan = tuned_plan(self.ranks, kind, plan_on, topology, run, again=again)
         if not backend.dual:
             self._say(shape, plan)
         return made(plan=plan)
 
-    def _plan_on(self, net, dual, shape, batch, dtype, with_lse, mask, fraction) -> Callable[..., TrainingPlan]:
+    def _plan_on(self, dual, shape, batch, dtype, with_lse, mask, fraction) -> Callable[..., TrainingPlan]:
         """`plan_training` of the call; of a topology. It must not hold the group."""
         config = self.config
         return functools.partial(
@@ -88,7 +92,7 @@ class AttnArgs:
             with_lse=with_lse,
             dual=dual,
             mask=mask,
-            placement=net.placement,
+            placement=self.ranks.network.placement,
             schedule=config.schedule,
             ulysses_size=config.ulysses_size if self.selected is None else 1,
             grid=config.grid,
@@ -98,7 +102,7 @@ class AttnArgs:
         )
 
     def _say(self, shape: Shape, plan: TrainingPlan) -> None:
-        if self.queries.world > 1 and comm.group_rank(self.group) == 0:
+        if self.queries.world > 1 and self.rank == 0:
             h, h_kv, d, _ = shape
             ranks = f"{self.queries.world} ranks ({h} heads, {h_kv} KV heads, head_dim {d})"
             say_once(f"attention over {ranks}: {plan.reason}")
@@ -134,7 +138,6 @@ class AttnCall(AttnArgs):
     """Of the call's tensors on this rank, without tangents."""
     batch: int
     dtype: torch.dtype
-    net: GroupTopology
     backend: Backend
     """The kernels of this call."""
 
@@ -147,11 +150,7 @@ class AttnCall(AttnArgs):
     def of_duals(self) -> AttnCall:
         """The same call of dual tensors (duals.py)."""
         backend = self.backend.of_duals(self.dtype, max(self.shape.head_dim, self.shape.head_dim_v))
-        return self.planned(self.shape, self.batch, self.dtype, self.net, backend, with_lse=True)
-
-    @property
-    def rank(self) -> int:
-        return comm.group_rank(self.group)
+        return self.planned(self.shape, self.batch, self.dtype, backend, with_lse=True)
 
     def cell(self, plan: PassPlan) -> Cell:
         """This rank's cell of a pass's arrangement (docs/design.md, section 2)."""
@@ -173,11 +172,10 @@ class AttnCall(AttnArgs):
 
     def neighbours(self, plan: PassPlan) -> Neighbours:
         """Whom this rank works with in a pass."""
-        return neighbours(self.net.placement.order, self.rank, plan.arrangement)
+        return neighbours(self.ranks.network.placement.order, self.rank, plan.arrangement)
 
     def _team(self, name: str, plan: PassPlan, ranks: tuple[tuple[int, ...], ...]) -> comm.Team:
-        transport = self.net.topology.transport
-        return comm.Team(self.group, ranks, transport, self.config.timeout_s, (name, *plan.arrangement))
+        return comm.Team(self.ranks, ranks, (name, *plan.arrangement))
 
 
 class Neighbours(NamedTuple):

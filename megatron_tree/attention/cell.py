@@ -10,7 +10,7 @@ Schedules differ in the rows that travel (rows.py):
 A training pass computes the local pair, this rank's queries and keys, while others' rows are on their way. With the
 global lse and delta no softmax statistics are left to merge backward: gradients are sums.
 
-`CellForward` and `CellBackward` take one chunk of KV heads and its query heads through the stages of `comm.Stages`.
+`CellForward` and `CellBackward` take one chunk of KV heads and its query heads through the stages of `plan.Stages`.
 States are opaque here: merge.py knows what is in them.
 """
 
@@ -22,7 +22,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import comm
 from ..config import AttnSpec, TreeConfig
 from ..kernels import Backend
 from ..merge import (
@@ -40,6 +39,7 @@ from ..merge import (
     unpack_state,
     unpack_statistics,
 )
+from ..plan import Stages
 from .heads import HeadChunk
 from .rows import HeadRows, Segments, TeamRows, VisibleRows
 
@@ -105,7 +105,7 @@ class Selected:
         return self._arriving
 
 
-class CellForward(comm.Stages):
+class CellForward(Stages):
     """The forward of a head chunk: `state`, of this rank's queries over the whole sequence.
 
     Without `local` everything that arrives is computed at once, this rank's rows among it.
@@ -181,7 +181,7 @@ class LocalState:
         return heads_of_state(self.state, chunk.queries)
 
 
-class CellBackward(comm.Stages):
+class CellBackward(Stages):
     """The backward of a head chunk: `grads` of this rank's rows, from the global lse and delta [b, h, s]."""
 
     def __init__(self, cell: Cell, chunk: HeadChunk, dout: Tensor, kept: Kept, delta: Tensor, local: LocalGrads):

@@ -88,10 +88,9 @@ def tree_decode(
         k_cache, v_cache, k_scale, v_scale, head_dim_v, cache_seqlens, q_positions, cache_positions, block_table,
         shared, selected,
     )  # fmt: skip
-    options = DecodeOptions(
-        cp_group, config, softmax_scale, window_size, softcap, alibi_slopes, head_shares, schedule,
-    )  # fmt: skip
-    with comm.collective_call("tree_decode", options.cp_group, options.config) as call, outside, torch.no_grad():
+    ranks = comm.Ranks.of(cp_group, q.device, config)
+    options = DecodeOptions(ranks, softmax_scale, window_size, softcap, alibi_slopes, head_shares, schedule)
+    with ranks.call("tree_decode") as call, outside, torch.no_grad():
         out, lse = DecodeCall.planned(call, q, cache, options, sinks).run(q, cache, sinks)
     return (out, lse) if return_lse else out
 
@@ -124,12 +123,12 @@ class DecodeStep:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.decode(q, cache, options, sinks=sinks, projection=projection)
-        group, config, *numbers, slopes, head_shares, schedule = options
+        ranks, *numbers, slopes, head_shares, schedule = options
         tensors = (q, *cache[:4], sinks, projection)
         selected = cache.selected
         if selected is not None:  # each layer has its own, which may be of another length
             selected = selected.shape[:2], selected.dtype, selected.device
-        same = (*cache[5:10], group, config, slopes)  # compared by identity, and kept with the key
+        same = (*cache[5:10], ranks, slopes)  # compared by identity, and kept with the key
         key = (
             *[x if x is None else (x.shape, x.dtype, x.device) for x in tensors],
             *(cache.head_dim_v, selected, *numbers, head_shares, schedule),
@@ -138,11 +137,11 @@ class DecodeStep:
         planned, _ = self._known.get(key, (None, None))
         if planned is not None and planned.is_alone:
             return planned.run(q, cache, sinks, projection)
-        with comm.collective_call("tree_decode", group, config) as call:
+        with ranks.call("tree_decode") as call:
             if planned is not None:
                 call.repeat(planned.agreement)
             else:
                 planned = DecodeCall.planned(call, q, cache, options, sinks, projection)
-                if config.check in TRUSTING:
+                if ranks.config.check in TRUSTING:
                     self._known[key] = planned, same
             return planned.run(q, cache, sinks, projection)

@@ -19,16 +19,14 @@ from ..config import AttnSpec
 from ..kernels import KVCache
 
 
-def decode_ring(
-    q: Tensor, cache: KVCache, spec: AttnSpec, backend: kernels.Backend, *, group, order: tuple[int, ...],
-    timeout_s: float,
-) -> Tensor:  # fmt: skip
+def decode_ring(q: Tensor, cache: KVCache, spec: AttnSpec, backend: kernels.Backend, ranks: comm.Ranks) -> Tensor:
     """The packed state [b, s_q, h, d_v + 1] of q [b, s_q, h, d] over every rank's cache: p - 1 shifts of the cache.
 
     The ranks' states are merged in rank order, so all ranks get the same bits.
     """
-    shift = functools.partial(comm.start_shift, group=group, order=order, timeout_s=timeout_s)
-    p, at = len(order), order.index(comm.group_rank(group))
+    order = ranks.network.placement.order
+    shift = functools.partial(comm.start_shift, order=order, ranks=ranks)
+    p, at = len(order), order.index(ranks.rank)
     cache = _dense(cache, q.dtype)
     q_positions = cache.q_positions
     if q_positions is None:

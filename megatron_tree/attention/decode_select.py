@@ -14,10 +14,9 @@ from ..config import SELECT_SCHEDULES, AttnSpec, TreeConfig, check_choice, integ
 from ..kernels import KVCache
 from ..log import say_once
 from ..merge import NO_ENTRY, ListReducer
-from ..plan import SelectPlan, plan_select
+from ..plan import plan_select
 from .derivatives import check_tangents
 from .finite import check_finite_index
-from .topology import GroupTopology
 from .validate import DTYPES, check_device, describe
 from .validate_cache import check_cache, check_seen_slots
 
@@ -66,7 +65,8 @@ def tree_select(
     Raises: ValueError for bad input or arguments that differ between ranks; CommError if a rank failed or does not
         respond.
     """
-    with comm.collective_call("tree_select", cp_group, config) as call, torch.no_grad():
+    ranks = comm.Ranks.of(cp_group, index_q.device, config)
+    with ranks.call("tree_select") as call, torch.no_grad():
         check_tangents(index_q=index_q, index_weights=index_weights, index_k=index_k)
         check_choice("schedule", schedule, SELECT_SCHEDULES)
         topk, max_seqlen = _checked_counts(topk, max_seqlen)
@@ -79,9 +79,8 @@ def tree_select(
         if q_positions is None or cache_positions is None:
             raise ValueError("tree_select needs q_positions and cache_positions, which decide between equal scores")
         cache = check_seen_slots(index_q, cache, AttnSpec(softmax_scale=1.0))
-        check_finite_index(config, cp_group, index_q, index_weights, cache)
-        sends = comm.group_size(cp_group) > 1 and _longest(cache, max_seqlen) > topk
-        net = GroupTopology.of(cp_group, index_q.device, config)
+        check_finite_index(ranks, index_q, index_weights, cache)
+        sends = ranks.size > 1 and _longest(cache, max_seqlen) > topk
         call.agree(
             index_q=index_q.shape,
             topk=topk,
@@ -90,10 +89,9 @@ def tree_select(
             schedule=schedule,
             paged=block_table is not None,
             config=config,
-            topology=net.fingerprint,
+            topology=ranks.fingerprint,
         )
-        given = (cp_group, config, index_q.shape[:2], topk, schedule, index_q.device)
-        select = _Selection(*given) if sends else _keep_all
+        select = _Selection(ranks, index_q.shape[:2], topk, schedule) if sends else _keep_all
         return select(lambda: kernels.best_keys(index_q, index_weights, cache, topk, softmax_scale))
 
 
@@ -139,47 +137,40 @@ def _slots_from(lists: Tensor, slots: Tensor, threshold) -> Tensor:
 class _Selection:
     """The k-th best entry of every query, over all ranks."""
 
-    def __init__(self, group, config: TreeConfig, queries: torch.Size, topk: int, schedule: str, device: torch.device):
-        self.net = GroupTopology.over_cache(group, device, config)
-        self.plan = self._planned(comm.group_size(group), queries.numel(), topk, schedule, config)
-        self.group, self.timeout_s, self.topk = group, config.timeout_s, topk
-        self.shape, self.device = (*queries, topk), device
-
-    def _planned(self, world: int, rows: int, topk: int, schedule: str, config: TreeConfig) -> SelectPlan:
-        plan, reason = plan_select(
-            world,
-            rows=rows,
+    def __init__(self, ranks: comm.Ranks, queries: torch.Size, topk: int, schedule: str):
+        self.ranks, self.topk, self.shape = ranks, topk, (*queries, topk)
+        network = ranks.network_of_memory
+        self.plan, reason = plan_select(
+            ranks.size,
+            rows=queries.numel(),
             topk=topk,
-            topology=self.net.topology,
-            placement=self.net.placement,
+            topology=network.topology,
+            placement=network.placement,
             schedule=schedule,
-            memory_budget=config.memory_budget,
+            memory_budget=ranks.config.memory_budget,
         )
         if schedule == "auto":
-            say_once(f"selection of keys: {reason}", about=f"selection of keys {plan}")
-        return plan
+            say_once(f"selection of keys: {reason}", about=f"selection of keys {self.plan}")
 
     def __call__(self, best_keys) -> Tensor:
-        messages = dict(transport=self.net.topology.transport, timeout_s=self.timeout_s)
         if self.plan.schedule == "counts":
             lists, slots = best_keys()
             rows = lists.flatten(0, 1)
-            threshold = comm.kth_largest(rows, self.topk, self.plan.bits, self.group, **messages)
+            threshold = comm.kth_largest(rows, self.topk, self.plan.bits, self.ranks)
             return _slots_from(lists, slots, threshold.view(*self.shape[:2], 1))
-        placement = self.net.placement
-        reduction = comm.prepare_reduction(
-            self.shape,
-            torch.int64,
-            self.device,
-            self.group,
-            self.plan.schedule,
-            **messages,
+        placement = self.ranks.network.placement
+        merge = comm.Reduction(
+            ranks=self.ranks,
+            schedule=self.plan.schedule,
+            shape=self.shape,
+            dtype=torch.int64,
+            in_memory=True,
             order=placement.order,
             block=placement.block,
             across=self.plan.across,
             reducer=ListReducer,
         ).start()  # receives are posted before the keys are scored
         lists, slots = best_keys()
-        whole = torch.full(self.shape, NO_ENTRY, device=self.device)
+        whole = torch.full(self.shape, NO_ENTRY, device=lists.device)
         whole[..., : lists.shape[-1]] = lists
-        return _slots_from(lists, slots, reduction.finish(whole)[..., -1:])
+        return _slots_from(lists, slots, merge(whole)[..., -1:])

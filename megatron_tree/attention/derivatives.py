@@ -23,9 +23,9 @@ from .exchanged import returned
 from .finite import check_finite_shares
 
 
-def in_torch(group, backend: Backend) -> bool:
+def in_torch(ranks: comm.Ranks, backend: Backend) -> bool:
     """Whether torch's own operations compute all of a call."""
-    return comm.group_size(group) == 1 and backend.name == "reference"
+    return ranks.size == 1 and backend.name == "reference"
 
 
 def has_tangents(*tensors: Tensor | None) -> bool:
@@ -74,9 +74,9 @@ class Derivatives:
             if self.stamp is None:
                 yield
                 return
-            with comm.collective_call(name, call.group, call.config) as collective:
+            with call.ranks.call(name) as collective:
                 if call.config.check == "finite":
-                    check_finite_shares(call.config, call.group, call.queries, call.keys, **checked)
+                    check_finite_shares(call.ranks, call.queries, call.keys, **checked)
                     collective.agree()
                 else:
                     collective.start(self.stamp)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import comm
 from ..merge import bits_float, merge_sinks, pack_statistics, sinks_of, state_dtype, unpack_statistics
-from ..plan import HeadSplit, PassPlan
+from ..plan import HeadSplit, PassPlan, Stages, run_stages
 from .call import AttnCall
 from .cell import CellBackward, CellForward, Kept, LocalGrads, LocalState, sink_grads
 from .heads import HeadChunk, HeadExchange
@@ -20,7 +19,7 @@ def forward(
     """As `passes.forward`; what the backward needs is of the heads that this rank has after the exchange."""
     run = _Pass(call, call.plan.forward)
     chunks = [_ForwardChunk(run, chunk, q, k, v, sinks, with_lse) for chunk in run.chunks]
-    comm.run_stages(chunks)
+    run_stages(chunks)
     out, *lse = (run.exchange.joined(list(parts), q.shape[1]) for parts in zip(*(chunk.results for chunk in chunks)))
     lse = bits_float(lse[0], state_dtype(q.dtype))[..., 0].transpose(1, 2).contiguous() if lse else None
     parts = zip(zip(*(chunk.kept for chunk in chunks)), (2, 2, 2, 1))
@@ -34,7 +33,7 @@ def backward(
     """As `passes.backward`; dout and delta are of this rank's tokens, with all heads."""
     run = _Pass(call, call.plan.backward)
     chunks = [_BackwardChunk(run, chunk, dout, delta, kept) for chunk in run.chunks]
-    comm.run_stages(chunks)
+    run_stages(chunks)
     dq, dk, dv = (list(parts) for parts in zip(*(chunk.results for chunk in chunks)))
     dsinks = None
     if sinks is not None:  # of this rank's heads only
@@ -67,10 +66,10 @@ class _Pass:
         self.cell = None if plan.schedule == "ring" else call.cell(plan)
 
 
-class _Chunk(comm.Stages):
+class _Chunk(Stages):
     """`inner` attends to a chunk of heads once they are exchanged; `results` come back."""
 
-    inner: comm.Stages
+    inner: Stages
 
     def __init__(self, run: _Pass, chunk: HeadChunk):
         self.run, self.chunk = run, chunk

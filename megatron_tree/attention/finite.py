@@ -5,21 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import comm
-from ..config import TreeConfig
+from ..comm import Ranks
 from ..kernels import KVCache
 from ..layout import Sharding, sequences_of
 
 
-def check_finite_shares(config: TreeConfig, cp_group, queries: Sharding, keys: Sharding, **tensors) -> None:
+def check_finite_shares(ranks: Ranks, queries: Sharding, keys: Sharding, **tensors) -> None:
     """With config.check "finite": raise ``ValueError`` for NaN or infinities in this rank's q, k, v, dout or sinks.
 
     Padding is not checked and may contain anything. These are the rows of no segment of the sharding: thd padding, the
     ends of a padded batch's rows, and what Megatron's padding mask hides.
     """
-    if config.check != "finite":
+    if ranks.config.check != "finite":
         return
-    rank = comm.group_rank(cp_group)
+    rank = ranks.rank
     for name, x in tensors.items():
         used = None
         if name != "sinks" and x is not None:
@@ -28,13 +27,13 @@ def check_finite_shares(config: TreeConfig, cp_group, queries: Sharding, keys: S
         _check_finite(rank, name, x, used)
 
 
-def check_finite_cache(config: TreeConfig, cp_group, q: Tensor, cache: KVCache, sinks: Tensor | None) -> None:
+def check_finite_cache(ranks: Ranks, q: Tensor, cache: KVCache, sinks: Tensor | None) -> None:
     """`check_finite_shares` for a cache. Slots beyond cache_seqlens, in pages not owned and at position -1 may contain
     anything. For pages the index in the message is [row, slot, head, column]; slots count along the row's pages.
     Of selected slots, it is [query, entry, head, column]."""
-    if config.check != "finite":
+    if ranks.config.check != "finite":
         return
-    rank = comm.group_rank(cp_group)
+    rank = ranks.rank
     _check_finite(rank, "q", q)
     _check_finite(rank, "sinks", sinks)
     if cache.selected is not None:
@@ -46,11 +45,11 @@ def check_finite_cache(config: TreeConfig, cp_group, q: Tensor, cache: KVCache, 
         _check_finite(rank, "v_cache", row.v, used, i)
 
 
-def check_finite_index(config: TreeConfig, cp_group, q: Tensor, weights: Tensor, cache: KVCache) -> None:
+def check_finite_index(ranks: Ranks, q: Tensor, weights: Tensor, cache: KVCache) -> None:
     """`check_finite_cache` for an index and its keys, a cache of one head: [row, slot, head, column]."""
-    if config.check != "finite":
+    if ranks.config.check != "finite":
         return
-    rank = comm.group_rank(cp_group)
+    rank = ranks.rank
     _check_finite(rank, "index_q", q)
     _check_finite(rank, "index_weights", weights)
     for i in range(q.shape[0]):

@@ -39,7 +39,6 @@ from .precision import autocast
 from .sequences import layouts_of
 from .slices import make_slices
 from .spec import make_spec
-from .topology import GroupTopology
 from .validate import (
     check_cross_documents,
     check_heads,
@@ -116,16 +115,17 @@ def tree_attn_func(
     Source: Tree Attention (arXiv 2408.04093), on a grid of ranks (docs/design.md, section 2).
     """
     outside, q, k, v = autocast(q, k, v)
-    layout, layout_kv = layouts_of(layout, cp_group, config, "tree_attn_func", q=q, k=k)
-    with comm.collective_call("tree_attn_func", cp_group, config, differentiable=True) as call, outside:
+    ranks = comm.Ranks.of(cp_group, q.device, config)
+    layout, layout_kv = layouts_of(layout, ranks, "tree_attn_func", q=q, k=k)
+    with ranks.call("tree_attn_func", differentiable=True) as call, outside:
         check_heads(q, k, v, "k", "v")
         options = dict(deterministic=config.deterministic, ranges=ranges is not None, alibi_slopes=alibi_slopes)
         spec = make_spec(q, causal, softmax_scale, window_size, softcap, dropout_p, dropout_seed, **options)
         check_lengths(q, k, v, cross=not spec.by_position)
-        queries, keys = _sharding(q, "q", cp_group, layout), _sharding(k, "k", cp_group, layout_kv)
+        queries, keys = _sharding(q, "q", ranks, layout), _sharding(k, "k", ranks, layout_kv)
         if ranges is not None:
             spec = dataclasses.replace(spec, ranges=make_slices(ranges, queries, keys))
-        args = AttnArgs(spec=spec, group=cp_group, queries=queries, keys=keys, config=config, selected=selected)
+        args = AttnArgs(spec=spec, ranks=ranks, queries=queries, keys=keys, selected=selected)
         results = _attend(call, q, k, v, sinks, args, return_lse, return_max_logit)
     return results if len(results) > 1 else results[0]
 
@@ -181,10 +181,11 @@ def tree_attn_varlen_func(
     Raises: as `tree_attn_func`, and ValueError for a padded length that is not a multiple of 2p.
     """
     outside, q, k, v = autocast(q, k, v)
-    (cut,) = layouts_of(layout, cp_group, config, "tree_attn_varlen_func", dim=0, q=q)
-    with comm.collective_call("tree_attn_varlen_func", cp_group, config, differentiable=True) as call, outside:
+    ranks = comm.Ranks.of(cp_group, q.device, config)
+    (cut,) = layouts_of(layout, ranks, "tree_attn_varlen_func", dim=0, q=q)
+    with ranks.call("tree_attn_varlen_func", differentiable=True) as call, outside:
         check_packed(q, k, v)
-        world, own = comm.group_size(cp_group), q.shape[0]
+        world, own = ranks.size, q.shape[0]
         counts = cut if isinstance(cut, tuple) else (own,) * world
         if more := max(counts) - own:  # a rank's rows and padding, as many as the longest shard has
             q, k, v = (F.pad(x, (0, 0, 0, 0, 0, more)) for x in (q, k, v))
@@ -206,8 +207,8 @@ def tree_attn_varlen_func(
             counts = tuple(len(document_bounds("cu_seqlens", x)) - 1 for x in (cu_seqlens, cu_seqlens_kv))
             check_cross_documents(documents, of_keys, counts, spec)
         check_lengths(q, k, v, cross=cu_seqlens_kv is not None)
-        queries, keys = _sharding(q, "q", cp_group, documents), _sharding(k, "k", cp_group, of_keys)
-        args = AttnArgs(spec=spec, group=cp_group, queries=queries, keys=keys, config=config, selected=selected)
+        queries, keys = _sharding(q, "q", ranks, documents), _sharding(k, "k", ranks, of_keys)
+        args = AttnArgs(spec=spec, ranks=ranks, queries=queries, keys=keys, selected=selected)
         out, *others = _attend(call, q, k, v, sinks, args, return_lse, return_max_logit)
     if return_lse:
         others[0] = others[0][0, :, :own]
@@ -245,7 +246,7 @@ def _attend(
     return_max_logit: bool,
 ) -> tuple[Tensor, ...]:
     """(out[, lse][, largest logits]) of tensors whose shapes are checked: the remaining checks, agree, plan, run."""
-    spec, group, config = args.spec, args.group, args.config
+    spec, ranks, config = args.spec, args.ranks, args.config
     check_sinks(sinks, q)
     check_ulysses(config.ulysses_size, args.queries.world, q.shape[2])
     check_selected(args.selected, q, spec, config.ulysses_size)
@@ -253,14 +254,11 @@ def _attend(
         if return_max_logit and given is not None:
             raise ValueError(f"return_max_logit=True does not take {name}: leave one of the two out")
     backend = kernels.choose(q, k, v, spec, config.backend, selects=args.selected is not None)
-    check_finite_shares(config, group, args.queries, args.keys, q=q, k=k, v=v, sinks=sinks)
-    net = GroupTopology.of(group, q.device, config)
+    check_finite_shares(ranks, args.queries, args.keys, q=q, k=k, v=v, sinks=sinks)
     layout, layout_kv = args.queries.layout, args.keys.layout
     rows = {"seq_len": args.queries.seq_len, "seq_len_kv": args.keys.seq_len, "layout": layout, "layout_kv": layout_kv}
     again, transformed = goes_backward(q, k, v, sinks), not only_backward()
-    packed = (
-        not isinstance(layout, (str, tuple)) and comm.resolve_transport(group, q.device, config.transport) == "direct"
-    )
+    packed = not isinstance(layout, (str, tuple)) and ranks.transport == "direct"
     call.agree(
         of_batch=rows | {"ranges": spec.ranges} if packed else None,
         changing={f"dropout_{name}": value for name, value in spec.dropout._asdict().items()} if spec.dropout else None,
@@ -280,27 +278,26 @@ def _attend(
         transformed=transformed,
         goes_backward=again,
         config=config,
-        topology=net.fingerprint,
+        topology=ranks.fingerprint,
     )
     if return_max_logit:
         backend, largest = backend.with_largest_logits(q)
-    net = net.placed(group, q.device, config)
     shape = Shape(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
     tuning = {}
     if not transformed:
         rehearse = functools.partial(passes.rehearse, q, k, v, sinks, return_lse, again)
-        tuning = dict(device=q.device, again=again, rehearse=rehearse)
-    planned = args.planned(shape, q.shape[0], q.dtype, net, backend, return_lse, **tuning)
+        tuning = dict(again=again, rehearse=rehearse)
+    planned = args.planned(shape, q.shape[0], q.dtype, backend, return_lse, **tuning)
     out, lse = attention(q, k, v, sinks, planned, return_lse)
     results = (out, lse) if return_lse else (out,)
     if return_max_logit:  # every pair of a query and a key was in one rank's block
-        results += (comm.all_reduce(largest, group, op="max", timeout_s=config.timeout_s),)
+        results += (ranks.reduce(largest, "max"),)
     return results
 
 
-def _sharding(x: Tensor, name: str, cp_group, layout: Layout) -> Sharding:
+def _sharding(x: Tensor, name: str, ranks: comm.Ranks, layout: Layout) -> Sharding:
     """The sharding of the sequence of which x [b, s/p, ...] is this rank's shard."""
-    world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
+    world, rank = ranks.size, ranks.rank
     layout = check_layout(layout, world)
     if not isinstance(layout, tuple):
         shard_lengths(x.shape[1] * world, world, layout)  # zigzag needs an even length

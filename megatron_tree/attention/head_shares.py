@@ -17,11 +17,11 @@ from .. import comm
 from ..config import integers
 
 
-def check_head_shares(shares: Sequence[int] | None, q: Tensor, group) -> tuple[int, ...] | None:
+def check_head_shares(shares: Sequence[int] | None, q: Tensor, ranks: comm.Ranks) -> tuple[int, ...] | None:
     """The shares as a tuple; ``ValueError`` unless there is one for each rank, and q has this rank's heads or all."""
     if shares is None:
         return None
-    world, rank = comm.group_size(group), comm.group_rank(group)
+    world, rank = ranks.size, ranks.rank
     given, shares = shares, integers(shares, 0)
     if shares is None or len(shares) != world or not sum(shares):
         raise ValueError(f"head_shares={given!r} must hold the number of query heads of each of the {world} ranks")
@@ -49,12 +49,12 @@ def all_heads_of(q: Tensor, shares: tuple[int, ...] | None) -> Tensor:
     return q if has_all_heads(q, shares) else q.new_empty(1).expand(*q.shape[:2], sum(shares), q.shape[3])
 
 
-def gather_heads(q: Tensor, shares: tuple[int, ...], group, **messages) -> Tensor:
-    """q [b, s, h_local, d] of every rank -> [b, s, h, d], heads in rank order. messages: see `comm.gather_rows`."""
+def gather_heads(q: Tensor, shares: tuple[int, ...], ranks: comm.Ranks, *, exchanged: bool) -> Tensor:
+    """q [b, s, h_local, d] of every rank -> [b, s, h, d], heads in rank order. exchanged: see `Ranks.gather_rows`."""
     if has_all_heads(q, shares):
         return q
-    mine = q[:, :, : shares[comm.group_rank(group)]].permute(2, 0, 1, 3).contiguous()
-    return comm.gather_rows(mine, shares, group, **messages).permute(1, 2, 0, 3)
+    mine = q[:, :, : shares[ranks.rank]].permute(2, 0, 1, 3).contiguous()
+    return ranks.gather_rows(mine, shares, exchanged=exchanged).permute(1, 2, 0, 3)
 
 
 def heads_of(shares: tuple[int, ...], order: tuple[int, ...]) -> list[int]:

@@ -53,7 +53,7 @@ class HeadExchange:
 
     def __init__(self, split: HeadSplit, team: comm.Team, rows: tuple[int, int]):
         self._split, self._team, self._rows = split, team, rows
-        self._first = team.order.index(comm.group_rank(team.group)) * split.n * split.queries
+        self._first = team.index * split.n * split.queries
 
     @property
     def local(self) -> slice:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .. import comm, kernels
+from .. import kernels
 from ..merge import merge_sinks
+from ..plan import run_stages
 from . import exchanged
 from .call import AttnCall
 from .cell import CellBackward, CellForward, Kept, LocalGrads, LocalState, sink_grads
@@ -30,13 +31,13 @@ def forward(
     if plan.ulysses_size > 1:
         return exchanged.forward(q, k, v, sinks, call, with_lse)
     if plan.schedule == "ring":
-        comm.run_stages([ring := RingForward(call, call.spec, q, k, v)])
+        run_stages([ring := RingForward(call, call.spec, q, k, v)])
         state = ring.state
     else:
         cell = call.cell(plan)
         local = LocalState(cell, call.spec, q, k, v, cell.local_dtype(q.dtype, sinks is not None))
         chunks = head_chunks(q.shape[2], k.shape[2], plan.head_chunks, call.spec)
-        comm.run_stages([CellForward(cell, chunk, q, (k, v), local) for chunk in chunks])
+        run_stages([CellForward(cell, chunk, q, (k, v), local) for chunk in chunks])
         state = local.state
     if sinks is not None:  # merged once, after the whole tree
         state = merge_sinks(*state, sinks)  # one more term of F: (4)
@@ -53,13 +54,13 @@ def backward(
     if plan.ulysses_size > 1:
         return exchanged.backward(dout, delta, kept, sinks, call)
     if plan.schedule == "ring":
-        comm.run_stages([ring := RingBackward(call, call.spec, dout, kept, delta)])
+        run_stages([ring := RingBackward(call, call.spec, dout, kept, delta)])
         grads = ring.grads
     else:
         cell = call.cell(plan)
         local = LocalGrads(cell, call.spec, dout, kept, delta)
         chunks = head_chunks(kept.q.shape[2], kept.k.shape[2], plan.head_chunks, call.spec)
-        comm.run_stages([CellBackward(cell, chunk, dout, kept, delta, local) for chunk in chunks])
+        run_stages([CellBackward(cell, chunk, dout, kept, delta, local) for chunk in chunks])
         grads = local.grads
     return *grads, None if sinks is None else sink_grads(sinks, kept.lse, delta)
 

@@ -17,7 +17,7 @@ from ..config import AttnSpec, TreeConfig, check_positive
 from ..kernels import KVCache
 from ..layout import Segment
 from ..merge import State, join_heads, merge_sinks
-from ..plan import chunk_sizes
+from ..plan import chunk_sizes, run_stages
 from .cell import Cell, CellForward, Selected, wire_dtype
 from .derivatives import check_tangents, in_torch
 from .finite import check_finite_cache
@@ -26,7 +26,6 @@ from .heads import HeadChunk, head_chunks
 from .precision import autocast
 from .prefill_cell import LatentCell, PromptChunk, place_on_grid
 from .spec import make_spec
-from .topology import GroupTopology
 from .validate import check_latents, check_runs, check_segments, check_selected, check_sinks
 from .validate_cache import check_cache
 
@@ -82,8 +81,9 @@ def tree_prefill(
     outside, q, k_cache, v_cache = autocast(q, k_cache, v_cache)
     if expand is not None and isinstance(outside, torch.autocast):
         expand = torch.autocast(outside.device)(expand)  # its weights are the caller's
-    with comm.collective_call("tree_prefill", cp_group, config) as call, outside, torch.no_grad():
-        head_shares = check_head_shares(head_shares, q, cp_group)
+    ranks = comm.Ranks.of(cp_group, q.device, config)
+    with ranks.call("tree_prefill") as call, outside, torch.no_grad():
+        head_shares = check_head_shares(head_shares, q, ranks)
         whole, cache = all_heads_of(q, head_shares), KVCache(k_cache, v_cache, head_dim_v=head_dim_v)
         if expand is None:
             check_cache(whole, cache)
@@ -92,11 +92,10 @@ def tree_prefill(
         options = dict(deterministic=config.deterministic, alibi_slopes=alibi_slopes)
         spec = make_spec(whole, True, softmax_scale, window_size, softcap, **options)
         size = check_positive("attention_chunk_size", attention_chunk_size)
-        rank = comm.group_rank(cp_group)
-        check_sinks(sinks, q, None if head_shares is None else head_shares[rank])
+        check_sinks(sinks, q, None if head_shares is None else head_shares[ranks.rank])
         check_selected(selected, q, spec, None)
-        chunk = PromptChunk(rank, check_runs(shares), check_segments(key_segments), size, head_shares)
-        given = dict(group=cp_group, config=config, chunk=chunk, spec=spec, whole=whole, cache=cache, expand=expand)
+        chunk = PromptChunk(ranks.rank, check_runs(shares), check_segments(key_segments), size, head_shares)
+        given = dict(ranks=ranks, chunk=chunk, spec=spec, whole=whole, cache=cache, expand=expand)
         given["selected"] = selected
         prefill = _Prefill.checked(q, sinks, grid, **given)
         prefill.agree(call, q, sinks)
@@ -110,8 +109,7 @@ def tree_prefill(
 class _Prefill:
     """A checked call."""
 
-    group: object
-    config: TreeConfig
+    ranks: comm.Ranks
     chunk: PromptChunk
     spec: AttnSpec
     grid: tuple[int, int]
@@ -127,16 +125,16 @@ class _Prefill:
     @classmethod
     def checked(cls, q: Tensor, sinks: Tensor | None, grid: tuple[int, int] | None, **given) -> _Prefill:
         """Check what depends on several arguments. given: the fields that follow from one."""
-        group, config, chunk, expand = (given[name] for name in ("group", "config", "chunk", "expand"))
-        cache, world = given["cache"], comm.group_size(group)
+        ranks, chunk, cache, expand = (given[name] for name in ("ranks", "chunk", "cache", "expand"))
+        world = ranks.size
         chunk.check(q.shape[1], cache.k.shape[1], world)
         grid = chunk.checked_grid(grid, world, num_heads_kv=cache.k.shape[2], expands=expand is not None)
         like = (cache.k, cache.values) if expand is None else (q[:, :1], q[:, :1, :, : cache.head_dim_v])
         selects = given["selected"] is not None
-        backend = kernels.choose(given["whole"], *like, given["spec"], config.backend, selects=selects)
-        if not in_torch(group, backend):
+        backend = kernels.choose(given["whole"], *like, given["spec"], ranks.config.backend, selects=selects)
+        if not in_torch(ranks, backend):
             check_tangents(q=q, k_cache=cache.k, v_cache=cache.v, sinks=sinks)
-        check_finite_cache(config, group, q, cache, sinks)
+        check_finite_cache(ranks, q, cache, sinks)
         gathers_heads = not has_all_heads(q, chunk.head_shares)
         return cls(grid=grid, backend=backend, head_dim_v=like[1].shape[3], gathers_heads=gathers_heads, **given)
 
@@ -164,8 +162,8 @@ class _Prefill:
             attention_chunk_size=self.chunk.attention_chunk_size,
             grid=self.grid,
             num_keys=self.num_keys,
-            config=self.config,
-            topology=GroupTopology.of(self.group, q.device, self.config).fingerprint,
+            config=self.ranks.config,
+            topology=self.ranks.fingerprint,
         )
 
     def run(self, q: Tensor) -> State:
@@ -173,7 +171,7 @@ class _Prefill:
         (query_team, key_team, n), (k, v) = self._planned(q), self.cache[:2]
         queries, spec = self.chunk.queries(query_team, self.spec)
         cell = dict(queries=queries, keys=self.chunk.keys(key_team), backend=self.backend)
-        cell["wire"] = wire_dtype(q.dtype, self.config)
+        cell["wire"] = wire_dtype(q.dtype, self.ranks.config)
         cell["selected"] = None if self.selected is None else Selected(self.selected, queries)
         if v is None:  # latents travel once
             cell, kv = LatentCell(**cell, expand=self.expand, head_dim_v=self.head_dim_v), (k,)
@@ -181,13 +179,13 @@ class _Prefill:
             cell, kv = Cell(**cell), (k, v)
         chunks = [HeadChunk.all(spec)] if n == 1 else head_chunks(q.shape[2], k.shape[2], n, spec)
         chunks = [CellForward(cell, chunk, q, kv) for chunk in chunks]
-        comm.run_stages(chunks)
+        run_stages(chunks)
         return join_heads([chunk.state for chunk in chunks])
 
     def _planned(self, q: Tensor) -> tuple[comm.Team, comm.Team, int]:
         k, v, num_keys = self.cache.k, self.cache.v, self.num_keys
         sizes = chunk_sizes(
-            comm.group_size(self.group),
+            self.ranks.size,
             sum(self.chunk.num_queries),
             sum(num_keys) if num_keys else self.chunk.end,
             num_heads=self.whole.shape[2],
@@ -197,4 +195,4 @@ class _Prefill:
             sends_queries=self.chunk.head_shares is None or self.gathers_heads,
         )
         divided = v is not None and self.chunk.head_shares is None
-        return place_on_grid(self.grid, sizes, k.shape[2] if divided else 1, self.group, q.device, self.config)
+        return place_on_grid(self.grid, sizes, k.shape[2] if divided else 1, self.ranks)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import comm
-from ..config import AttnSpec, TreeConfig, check_pair
+from ..config import AttnSpec, check_pair
 from ..layout import Segment, in_chunks
 from ..merge import State, merge_into, round_state, state_dtype
 from ..plan import CallSizes, check_grid, grids, plan_prefill_grid
@@ -24,7 +24,6 @@ from .call import neighbours
 from .cell import Cell
 from .head_shares import heads_of
 from .rows import HeadRows, Segments, TeamRows
-from .topology import GroupTopology
 
 EXPANDED = 4096  # latents whose keys and values exist at a time
 
@@ -188,23 +187,20 @@ def _parts(segments: Segments) -> list[list[Segment]]:
 
 
 def place_on_grid(
-    grid: tuple[int, int], sizes: CallSizes, num_heads_kv: int, group, device: torch.device, config: TreeConfig
+    grid: tuple[int, int], sizes: CallSizes, num_heads_kv: int, ranks: comm.Ranks
 ) -> tuple[comm.Team, comm.Team, int]:
     """(query team, key team, number of head chunks) of this rank for a prompt's chunk of these sizes, as planned.
 
     num_heads_kv: KV heads that may be gathered in chunks.
     """
-    net, world = GroupTopology.over_cache(group, device, config), comm.group_size(group)
-    of_grids = tuple(sizes if other == grid else None for other in grids(world))
-    plan = plan_prefill_grid(of_grids, num_heads_kv=num_heads_kv, topology=net.topology, placement=net.placement)
-    at = neighbours(net.placement.order, comm.group_rank(group), plan.arrangement)
+    network = ranks.network_of_memory
+    of_grids = tuple(sizes if other == grid else None for other in grids(ranks.size))
+    plan = plan_prefill_grid(of_grids, num_heads_kv=num_heads_kv, **network._asdict())
+    at = neighbours(network.placement.order, ranks.rank, plan.arrangement)
 
-    def team(name: str, ranks: tuple[tuple[int, ...], ...]) -> comm.Team:
-        transport = net.topology.transport
-        if transport == "shm":  # takes whole groups only
-            if sum(map(len, ranks)) == world:
-                return comm.Team.flat(group, transport=transport, timeout_s=config.timeout_s)
-            transport = GroupTopology.of(group, device, config).topology.transport
-        return comm.Team(group, ranks, transport, config.timeout_s, (name, *plan.arrangement))
+    def team(name: str, places: tuple[tuple[int, ...], ...]) -> comm.Team:
+        if ranks.memory is not None and sum(map(len, places)) == ranks.size:  # it takes whole groups only
+            return ranks.everyone_in_memory
+        return comm.Team(ranks, places, (name, *plan.arrangement))
 
     return team("queries", at.query_team), team("keys", at.key_team), plan.head_chunks

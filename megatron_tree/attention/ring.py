@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import comm
 from ..config import AttnSpec
 from ..merge import empty_state, merge_into, state_dtype
-from ..plan import PassPlan
+from ..plan import PassPlan, Stages
 from .call import AttnCall
 from .cell import Kept
 
@@ -27,7 +27,7 @@ class _Ring:
         self.rows = len(self.holders[self.at]) * call.keys.rows
 
     def shift(self, x: Tensor, into: Tensor) -> comm.Transfer:
-        return comm.start_shift(x, into, self.call.group, self.order, timeout_s=self.call.config.timeout_s)
+        return comm.start_shift(x, into, self.order, self.call.ranks)
 
     def packed(self, k: Tensor, v: Tensor) -> Tensor:
         """[rows, b, h_kv, d + d_v], padded to the longest shard."""
@@ -40,7 +40,7 @@ class _Ring:
         return dict(q_segments=self.local, k_segments=self.call.keys.segments(self.holders[self.at - step]), **selected)
 
 
-class RingForward(comm.Stages):
+class RingForward(Stages):
     """All heads of a pass in one chunk: `state`, fp32, of this rank's queries over the whole sequence; p - 1 shifts."""
 
     def __init__(self, call: AttnCall, spec: AttnSpec, q: Tensor, k: Tensor, v: Tensor):
@@ -60,7 +60,7 @@ class RingForward(comm.Stages):
                 kv, other = transfer.wait(), kv
 
 
-class RingBackward(comm.Stages):
+class RingBackward(Stages):
     """All heads of a pass in one chunk: `grads` of this rank's rows.
 
     KV goes round again; its gradient follows one step behind, grows at every rank, and comes home.

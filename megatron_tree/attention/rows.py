@@ -42,7 +42,7 @@ class TeamRows(NamedTuple):
     @classmethod
     def of(cls, team: comm.Team, sharding: Sharding, holders: tuple[tuple[int, ...], ...]) -> TeamRows:
         """The rows of a sharded sequence that a team gathers, whose ranks are these holders."""
-        i = team.order.index(comm.group_rank(team.group))
+        i = team.index
         return cls(
             team,
             num_rows=len(holders[i]) * sharding.rows,
@@ -153,7 +153,7 @@ class HeadRows(NamedTuple):
 
     @property
     def num_local(self) -> int:
-        return self.shares[comm.group_rank(self.team.group)]
+        return self.shares[self.team.ranks.rank]
 
 
 class Gather(NamedTuple):

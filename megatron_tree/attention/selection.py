@@ -74,11 +74,11 @@ def tree_select_func(
         With blocks m = topk * size + size - 1, with the number of the longest document's blocks if that is less.
     Raises: ValueError for bad input or arguments that differ between ranks; CommError if a rank failed.
     """
-    (layout,) = layouts_of(layout, cp_group, config, "tree_select_func", index_k=index_k)
-    with comm.collective_call("tree_select_func", cp_group, config) as call:
+    ranks = comm.Ranks.of(cp_group, index_q.device, config)
+    (layout,) = layouts_of(layout, ranks, "tree_select_func", index_k=index_k)
+    with ranks.call("tree_select_func") as call:
         _check(index_q, index_weights, index_k, topk, softmax_scale)
-        world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
-        sharding = _sharding(index_k, cp_group, layout)
+        sharding = _sharding(index_k, ranks, layout)
         b, _, h, d = index_q.shape
         call.agree(
             batch=b, heads=h, dim=d, topk=topk, seq_len=sharding.seq_len, layout=str(layout), scale=softmax_scale,
@@ -86,13 +86,13 @@ def tree_select_func(
         )  # fmt: skip
         rows = index_k.transpose(0, 1)
         padded = torch.cat((rows, rows.new_zeros(sharding.rows - rows.shape[0], b, d)))
-        keys = comm.gather_sequence(padded, cp_group, transport=config.transport, timeout_s=config.timeout_s)
-    keys = _Keys(keys, sharding.segments(*((r,) for r in range(world))))
+        keys = ranks.gather(padded)
+    keys = _Keys(keys, sharding.segments(*((r,) for r in range(ranks.size))))
     if blocks is not None:
         keys = keys.of_blocks(blocks)
     longest = max(getattr(sharding.layout, "lengths", (sharding.seq_len,)), default=0)
     wanted = min(topk, longest // keys.size)
-    return _select(index_q, index_weights, keys, sharding.segments((rank,)), wanted, softmax_scale)
+    return _select(index_q, index_weights, keys, sharding.segments((ranks.rank,)), wanted, softmax_scale)
 
 
 @comm.public_call
@@ -124,10 +124,11 @@ def tree_select_prefill(
     Returns: int32 [b, n, m] with m = topk, or the number of all keys if that is less; for `tree_prefill(selected=)`. Of
             blocks likewise, and m = topk * block_size + block_size - 1.
     """
-    with comm.collective_call("tree_select_prefill", cp_group, config) as call:
+    ranks = comm.Ranks.of(cp_group, index_q.device, config)
+    with ranks.call("tree_select_prefill") as call:
         _check(index_q, index_weights, index_k, topk, softmax_scale, cached=True)
         shares, segments = check_runs(shares), _in_blocks(check_segments(key_segments), block_size)
-        chunk = PromptChunk(comm.group_rank(cp_group), shares, segments, None, None)
+        chunk = PromptChunk(ranks.rank, shares, segments, None, None)
         b, n, h, d = index_q.shape
         runs = shares[0] if len(shares) == 1 else shares[chunk.rank]
         queries, counts = of_runs(runs), chunk.num_keys
@@ -140,16 +141,16 @@ def tree_select_prefill(
             batch=b, heads=h, dim=d, topk=topk, shares=str(shares), num_keys=counts, scale=softmax_scale,
             dtype=index_k.dtype, block=block_size, config=config,
         )  # fmt: skip
-        messages, wanted = dict(transport=config.transport, timeout_s=config.timeout_s), min(topk, sum(counts))
+        wanted = min(topk, sum(counts))
         lengths = tuple(sum(length for _, length in run) for run in shares)
         rows = index_k.transpose(0, 1).contiguous()
         if queries_travel(lengths, counts, h * (d + 1) * 4 + wanted * 8, d * index_k.element_size()):
             asked = torch.cat((index_q.float().flatten(2), index_weights.float()), -1).transpose(0, 1).contiguous()
-            asked = comm.gather_rows(asked, lengths, cp_group, **messages).transpose(0, 1)
+            asked = ranks.gather_rows(asked, lengths).transpose(0, 1)
             asked, keys = asked.split((h * d, h), -1), _Keys(rows, segments[chunk.rank], block_size)
             lists = _lists(asked[0].unflatten(-1, (h, d)), asked[1], keys, _in_order(shares), wanted, softmax_scale)
-            return _tokens(_merged(lists, lengths, cp_group, config), queries, block_size)
-        keys = comm.gather_rows(rows, counts, cp_group, **messages)
+            return _tokens(_merged(lists, lengths, ranks), queries, block_size)
+        keys = ranks.gather_rows(rows, counts)
     keys = _Keys(keys, _one_after_another(segments, counts), block_size)
     return _select(index_q, index_weights, keys, queries, wanted, softmax_scale)
 
@@ -174,14 +175,12 @@ def _in_order(shares: Sequence[Sequence[tuple[int, int]]]) -> tuple[Segment, ...
     return of_runs([run for runs in shares for run in runs])
 
 
-def _merged(lists: Tensor, lengths: Sequence[int], cp_group, config: TreeConfig) -> Tensor:
+def _merged(lists: Tensor, lengths: Sequence[int], ranks: comm.Ranks) -> Tensor:
     """Lists int64 [b, n, k] of all ranks' queries over this rank's keys -> those of its own over all ranks' keys."""
     parts = lists.transpose(0, 1).split(tuple(lengths))
     padded = [F.pad(x, (0, 0, 0, 0, 0, max(lengths) - len(x)), value=NO_ENTRY) for x in parts]
-    transport = comm.resolve_transport(cp_group, lists.device, config.transport)
-    team = comm.Team.flat(cp_group, transport=transport, timeout_s=config.timeout_s)
-    merged = comm.start_reduce_scatter(torch.cat(padded), team, ListReducer).wait()
-    return merged[: lengths[comm.group_rank(cp_group)]].transpose(0, 1)
+    merged = comm.start_reduce_scatter(torch.cat(padded), ranks.everyone, ListReducer).wait()
+    return merged[: lengths[ranks.rank]].transpose(0, 1)
 
 
 def tokens_of_blocks(blocks: Tensor, size: int) -> Tensor:
@@ -283,8 +282,8 @@ def _strips(segments: Sequence[Segment]) -> Iterator[Segment]:
             first += count
 
 
-def _sharding(x: Tensor, cp_group, layout: Layout) -> Sharding:
-    world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
+def _sharding(x: Tensor, ranks: comm.Ranks, layout: Layout) -> Sharding:
+    world, rank = ranks.size, ranks.rank
     layout = check_layout(layout, world)
     seq_len = sum(layout) if isinstance(layout, tuple) else x.shape[1] * world
     here = shard_lengths(seq_len, world, layout)[rank]

@@ -72,9 +72,7 @@ def _rows(multiple_of: object) -> int:
     return rows
 
 
-def layouts_of(
-    layout: Layout, cp_group, config: TreeConfig, name: str, *, dim: int = 1, **shards: Tensor
-) -> list[Layout]:
+def layouts_of(layout: Layout, ranks: comm.Ranks, name: str, *, dim: int = 1, **shards: Tensor) -> list[Layout]:
     """The layout of every sequence of which this rank has a shard, along `dim`: "contiguous" as the lengths that the
     ranks have, any other as it is. Collective where it is "contiguous".
 
@@ -82,18 +80,15 @@ def layouts_of(
     have, in a small call of its own; a tuple of lengths saves it. name: of the public function.
     Raises: ``ValueError`` on all ranks for lengths that `shard_sequence` does not give.
     """
-    world = comm.group_size(cp_group)
+    world = ranks.size
     if not (isinstance(layout, str) and layout == "contiguous") or world == 1:
         return [layout] * len(shards)
-    with comm.collective_call(f"{name}(layout='contiguous')", cp_group, config, differentiable=True) as call:
+    with ranks.call(f"{name}(layout='contiguous')", differentiable=True) as call:
         for x_name, x in shards.items():
             _check_dim(x, dim, x_name)
         call.agree(sequences=tuple(shards))
         counts = torch.tensor([[x.shape[dim] for x in shards.values()]])
-        device = next(iter(shards.values())).device
-        transport = comm.resolve_transport(cp_group, device, config.transport)
-        team = comm.Team.flat(cp_group, transport=transport, timeout_s=config.timeout_s)
-        of_ranks = comm.start_gather(counts.to(device), team).wait().T.tolist()
+        of_ranks = comm.start_gather(counts.to(ranks.device), ranks.everyone).wait().T.tolist()
     layouts = []
     for x_name, lengths in zip(shards, map(tuple, of_ranks)):
         if lengths != (given := shard_lengths(sum(lengths), world, layout)):
@@ -138,10 +133,11 @@ def unshard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag", s
 
     seq_len: length of the whole sequence; default: that of the shards together.
     """
+    ranks = comm.Ranks.of(cp_group, x.device, _DEFAULT)
     if seq_len is None:
-        (layout,) = layouts_of(layout, cp_group, _DEFAULT, "unshard_sequence", dim=dim, x=x)
-    world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
-    with comm.collective_call("unshard_sequence", cp_group, _DEFAULT) as call:
+        (layout,) = layouts_of(layout, ranks, "unshard_sequence", dim=dim, x=x)
+    world, rank = ranks.size, ranks.rank
+    with ranks.call("unshard_sequence") as call:
         _check_dim(x, dim, "x")
         layout = check_layout(layout, world)
         if isinstance(layout, Dispatched):
@@ -158,7 +154,7 @@ def unshard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag", s
         call.agree(**{"shape without dim": others}, dtype=x.dtype, seq_len=seq_len, layout=layout)
         rows = x.detach().movedim(dim, 0)
         rows = torch.cat((rows, rows.new_zeros(max(lengths) - rows.shape[0], *rows.shape[1:])))
-        whole = comm.gather_sequence(rows, cp_group).unflatten(0, (world, -1))
+        whole = ranks.gather(rows).unflatten(0, (world, -1))
     out = rows.new_zeros(layout.starts[-1] if isinstance(layout, Dispatched) else seq_len, *rows.shape[1:])
     for r in range(world):
         at = shard_positions(seq_len, r, world, layout, device=x.device)

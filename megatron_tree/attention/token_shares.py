@@ -50,7 +50,7 @@ class HeadsForTokens:
 
     def __init__(self, team: comm.Team, lengths: Sequence[int]):
         self._team, self._lengths = team, lengths
-        self._place = team.order.index(comm.group_rank(team.group))
+        self._place = team.index
         self._own = lengths[self._place]
 
     def own_heads(self, x: Tensor, dim: int) -> Tensor:

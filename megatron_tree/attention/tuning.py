@@ -37,8 +37,8 @@ Run = Callable[[Plan, "Stopwatch"], None]
 class Stopwatch:
     """Times the passes of a run. On a GPU the host waits when it reads the seconds only."""
 
-    def __init__(self, device: torch.device):
-        self._is_cuda = device.type == "cuda"
+    def __init__(self, device_type: str):
+        self._is_cuda = device_type == "cuda"
         self._passes: list = []
 
     def timed(self, run: Callable):
@@ -65,13 +65,11 @@ class Stopwatch:
 
 
 def tuned_plan(
-    group,
+    ranks: comm.Ranks,
     kind: tuple,
     plan_on: Callable[..., Plan],
     topology: Topology,
     run: Run,
-    device: torch.device,
-    timeout_s: float,
     *,
     again: bool = False,
 ) -> Plan:
@@ -80,16 +78,16 @@ def tuned_plan(
     plan_on: the planner's plan, of a topology. run: runs the passes of such a call once by a plan, a collective of its
         own. again: the call goes backward.
     """
-    state = GroupState.of(group)
+    state = ranks.state
     if (plan := state.tuned.get(kind)) is not None:
         return plan
     first = plan_on(topology=topology)
     if len(state.tuned) >= KINDS_MEASURED or not (again or _is_repeated(state, kind)):
         return first
     candidates = (first,)
-    if not (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    if not (ranks.device_type == "cuda" and torch.cuda.is_current_stream_capturing()):
         candidates = alternatives(plan_on, topology, backward=again)
-    plan = first if len(candidates) == 1 else _fastest(candidates, run, group, device, timeout_s)
+    plan = first if len(candidates) == 1 else _fastest(candidates, run, ranks)
     state.tuned[kind] = plan
     return plan
 
@@ -103,21 +101,21 @@ def _is_repeated(state: GroupState, kind: tuple) -> bool:
     return counts[kind] > REPEATED + state.size
 
 
-def _fastest(candidates: tuple[Plan, ...], run: Run, group, device: torch.device, timeout_s: float) -> Plan:
+def _fastest(candidates: tuple[Plan, ...], run: Run, ranks: comm.Ranks) -> Plan:
     """The plan that takes the slowest rank the least time, by runs of all candidates in turns."""
     times: list[list[list[float]]] = [[] for _ in candidates]  # of a candidate: seconds of its passes, for every run
 
     def run_all(which: Iterable[int]) -> None:
         for i in which:
-            watch = Stopwatch(device)
+            watch = Stopwatch(ranks.device_type)
             run(candidates[i], watch)
             times[i].append(watch.seconds)
 
     def slowest() -> list[list[float]]:
         """Median seconds of every candidate's passes, on the slowest rank."""
         mine = [[statistics.median(x) for x in zip(*runs)] for runs in times]
-        seconds = torch.tensor(mine, dtype=torch.float64, device=device)
-        return comm.all_reduce(seconds, group, op="max", timeout_s=timeout_s).tolist()
+        seconds = torch.tensor(mine, dtype=torch.float64, device=ranks.device)
+        return ranks.reduce(seconds, "max").tolist()
 
     everyone = range(len(candidates))
     with torch.no_grad():
@@ -132,7 +130,7 @@ def _fastest(candidates: tuple[Plan, ...], run: Run, group, device: torch.device
                 run_all(fast)
             seconds = slowest()
     plan = _choice(candidates, seconds)
-    if comm.group_rank(group) == 0:
+    if ranks.rank == 0:
         texts = [f"{_text(x, y)}: {' | '.join(map(format_seconds, y))}" for x, y in zip(candidates, seconds)]
         say_once(f"measured {'; '.join(texts)}; from now on {_text(plan, seconds[0])}")
     return plan

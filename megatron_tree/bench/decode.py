@@ -68,7 +68,7 @@ class DecodeBench:
             k, v = (x[:, at : at + ORACLE_TOKENS].double() for x in (self.k, self.v))
             parts.append(energy.attention(self.q.double(), k, v, spec=self.spec))
         local = energy.merge_by_energy(*(torch.stack(x) for x in zip(*parts)))
-        whole = comm.gather_sequence(pack_state(*local, torch.float64)[None], self.group)
+        whole = comm.Ranks.of(self.group).gather(pack_state(*local, torch.float64)[None])
         return energy.merge_by_energy(*unpack_state(whole, torch.float64))
 
     def step(self, contender: str, laps: Laps) -> tuple[Tensor, ...]:

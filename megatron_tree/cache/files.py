@@ -30,7 +30,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from ..comm import collective_call, group_rank, group_size
+from ..comm import Ranks, group_rank, group_size
 from ..comm.wire import share_all
 from ..config import TreeConfig
 from ..files import NotWritten, writing
@@ -49,8 +49,7 @@ from .description import (
 from .gathered import Piece
 from .states import RowState, whole_state
 
-TIMEOUT_S = 1800.0  # for the slowest rank to write or verify its files
-_CHECKED = TreeConfig(check="always", timeout_s=TIMEOUT_S)
+_CHECKED = TreeConfig(check="always", timeout_s=1800.0)  # for the slowest rank to write or verify its files
 CHUNK = 4096  # tokens that are read at once
 _STATE, _STATE_RUNS = "state.", "state_runs."
 _SAMPLE = 64  # numbers of each weight that go into a fingerprint
@@ -98,10 +97,11 @@ def save_rows(
         written. At most `.FOLDER.part` is left then; the next save to this folder removes it.
     """
     everyone, (num_groups, _) = weights_group or cp_group, _head_group(cp_group, weights_group)
-    folder, rank, world = Path(folder), group_rank(everyone), group_size(everyone)
+    folder, ranks = Path(folder), Ranks.of(everyone, config=_CHECKED)
+    rank, world = ranks.rank, ranks.size
     part = folder.with_name(f".{folder.name}.part")
     lengths = [store.book.rows[row].length for row in rows]
-    with collective_call("save of a cache", everyone, _CHECKED) as call:
+    with ranks.call("save of a cache") as call:
         if [list(x.shape) for x in tokens] != [[n] for n in lengths] or any(x.dtype != torch.int64 for x in tokens):
             seen = [f"{list(x.shape)} {x.dtype}" for x in tokens]
             raise ValueError(f"tokens={seen} must be int64, of each row as many as the cache holds: {lengths}")
@@ -114,17 +114,17 @@ def save_rows(
         digest = hashlib.sha256(b"".join(x.cpu().numpy().tobytes() for x in tokens)).hexdigest()[:16]
         values = {"folder": str(folder), "digest of tokens": digest, "fingerprint": fingerprint}
         call.agree(lengths=tuple(lengths), **values)
-    with collective_call("save: all files are written", everyone, _CHECKED) as call, _writing(folder):
+    with ranks.call("save: all files are written") as call, _writing(folder):
         written = _write(part / file_of(rank), store, rows, tokens if rank == 0 else [], state_pieces)
         (part / f"{file_of(rank)}.json").write_text(json.dumps(written))
         call.agree()
-    with collective_call("save: the folder has its name", everyone, _CHECKED) as call, _writing(folder):
+    with ranks.call("save: the folder has its name") as call, _writing(folder):
         if rank == 0:
             about = describe(store, part, world, num_groups, lengths, fingerprint)
             (part / DESCRIPTION).write_text(json.dumps(about, indent=1))
             os.replace(part, folder)
         call.agree()
-    share_all(None, everyone, timeout_s=TIMEOUT_S)  # until then rank 0 must stay: it hosts the store
+    share_all(None, ranks)  # until then rank 0 must stay: it hosts the store
 
 
 @contextlib.contextmanager
@@ -155,8 +155,9 @@ def load_rows(
         that are missing, cut short or damaged.
     """
     everyone, (num_groups, head_group) = weights_group or cp_group, _head_group(cp_group, weights_group)
-    folder, rank, world = Path(folder), group_rank(everyone), group_size(everyone)
-    with collective_call("load of a cache", everyone, _CHECKED) as call:
+    folder, ranks = Path(folder), Ranks.of(everyone, config=_CHECKED)
+    rank, world = ranks.rank, ranks.size
+    with ranks.call("load of a cache") as call:
         about = read_description(folder)
         check_fit(store, about, num_groups, folder, fingerprint)
         names = [file_of(i) for i in range(about["world"])]
@@ -168,7 +169,7 @@ def load_rows(
     rows: list[int] = []
     try:
         with (
-            collective_call("load: all rows are there", everyone, _CHECKED) as call,
+            ranks.call("load: all rows are there") as call,
             naming(folder),
             contextlib.ExitStack() as stack,
         ):

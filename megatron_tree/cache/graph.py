@@ -48,7 +48,7 @@ def check_runner(runner) -> None:
     """Raise ``ValueError`` where a `RowRunner`'s decode steps can't be captured."""
     check_cuda_graphs(device_type=runner.device.type, schedule=runner.schedule, config=runner.config)
     groups = [group for group in (runner.cp_group, runner.token_group) if comm.group_size(group) > 1]
-    others = [name for group in groups if (name := comm.backend(group, runner.device)) != "nccl"]
+    others = [x for group in groups if (x := comm.Ranks.of(group, runner.device).backend) != "nccl"]
     pages = runner.store.layers[0]
     reason = runner.depends_on_host
     if others:
@@ -157,7 +157,7 @@ class GraphedSteps:
     def _replay(self, step: _Step) -> Tensor:
         runner = self._runner
         capacity = step.inputs.capacity
-        with comm.collective_call("decode step", runner.cp_group, runner.config) as call:
+        with runner.ranks.call("decode step") as call:
             call.agree(**capacity._asdict(), schedule=runner.schedule, config=runner.config)
             self._store.reserve()
             moves = self._store.moves
@@ -167,7 +167,7 @@ class GraphedSteps:
                     step.captured = self._capture(lambda: self._run(step.inputs))
                 step.moves = moves
             step.captured.replay()
-            comm.wait_until(step.captured.is_done, "a decode step", runner.token_group, runner.config.timeout_s)
+            comm.wait_until(step.captured.is_done, "a decode step", runner.token_ranks)
         return step.captured.logits
 
 

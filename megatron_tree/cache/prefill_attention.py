@@ -7,8 +7,7 @@ from torch import Tensor
 from ..attention.prefill import tree_prefill
 from ..attention.prefill_cell import why_not
 from ..attention.selection import tree_select_prefill
-from ..attention.topology import GroupTopology
-from ..comm import collective_call
+from ..comm import Ranks
 from ..config import TreeConfig
 from ..kernels import ACCELERATORS
 from ..plan import chunk_sizes, grids, plan_prefill_grid
@@ -27,7 +26,7 @@ class PrefillAttention:
 
     def __init__(self, store: ShardedCache, append: Append, cp_group):
         self._store, self._append, self._cp_group = store, append, cp_group
-        self._nets: dict[TreeConfig, GroupTopology] = {}
+        self._agreed: set[TreeConfig] = set()
 
     def select(self, layer: int, view: View, index: Index, *, shares, config: TreeConfig) -> Selection:
         """Positions of the keys that this rank's queries select. All ranks' index keys are gathered. Collective."""
@@ -75,11 +74,13 @@ class PrefillAttention:
     ) -> tuple[tuple[int, int], bool]:
         """(grid, whether keys and values are made of latents), the same on all ranks."""
         append, store, pages = self._append, self._store, self._store.layers[layer]
-        if config not in self._nets:
-            with collective_call("tree_prefill", self._cp_group, config) as call:
-                call.agree(config=config, topology=GroupTopology.of(self._cp_group, q.device, config).fingerprint)
-                self._nets[config] = GroupTopology.over_cache(self._cp_group, q.device, config)
-        net, num_keys = self._nets[config], store.book.num_visible(append, store.kind_of[layer])
+        ranks = Ranks.of(self._cp_group, q.device, config)
+        if config not in self._agreed:
+            with ranks.call("tree_prefill") as call:
+                call.agree(config=config, topology=ranks.fingerprint)
+                network = ranks.network_of_memory
+            self._agreed.add(config)
+        network, num_keys = ranks.network_of_memory, store.book.num_visible(append, store.kind_of[layer])
         shares_heads = append.shares is None  # the queries' heads are sharded, not their tokens
         num_heads_kv, world, sizes, expands = pages.k.shape[2], store.book.world, [], {}
         numbers = sum(x[0, 0].numel() for x in (pages.k, pages.v) if x is not None)  # of a token
@@ -104,5 +105,5 @@ class PrefillAttention:
             )
             refused = why_not((a, b), shares_heads=shares_heads, num_heads_kv=num_heads_kv, expands=expands[a, b])
             sizes.append(None if refused else size)
-        plan = plan_prefill_grid(tuple(sizes), topology=net.topology, placement=net.placement)
+        plan = plan_prefill_grid(tuple(sizes), topology=network.topology, placement=network.placement)
         return plan.grid, expands[plan.grid]

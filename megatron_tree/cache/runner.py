@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..attention.token_shares import count_tokens
-from ..comm import Team, broadcast, collective_call, group_size, monitored, process_group, shared_checks
+from ..comm import Ranks, Team, monitored, process_group, shared_checks
 from ..config import DECODE_SCHEDULES, TreeConfig, check_choice, default_config
 from . import ShardedCache
 from .forward import ForwardPass, forward_pass
@@ -80,6 +80,7 @@ class RowRunner:
         self.head_shares, self.weight_gathering, self.config = head_shares, weight_gathering, config or default_config()
         self.of_passes = {"cp_group": self.cp_group, "schedule": schedule, "head_shares": head_shares}
         """Options of every pass over the cache, see `forward_pass`."""
+        self.ranks, self.token_ranks = (Ranks.of(x, device, self.config) for x in (self.cp_group, self.token_group))
         self._book = store.book
         self._graphs = GraphedSteps(self) if cuda_graphs else None
 
@@ -172,13 +173,13 @@ class RowRunner:
         Raises: ValueError for tokens of another shape or dtype, more than the model has positions for, or ranks that
             disagree.
         """
-        with collective_call("prefill", self.token_group, self.config) as call:
+        with self.token_ranks.call("prefill") as call:
             self._check([row], tokens, dims=1)
             tokens = tokens.to(self.device)
             row_length = max(self.length(row) + len(tokens), row_length or 0)
             values = {"row": row, "held": self.length(row), "chunk_size": self.chunk_size, "num_tokens": len(tokens)}
             digest = ""
-            if group_size(self.token_group) > 1:
+            if self.token_ranks.size > 1:
                 digest = hashlib.sha256(tokens.cpu().numpy().tobytes()).hexdigest()[:16]
             call.agree(**values, row_length=row_length, **{"digest of tokens": digest})
             tokens = self._begin(row, tokens, row_length)
@@ -291,8 +292,7 @@ class RowRunner:
                 with gathering.run([len(positions) for positions in shares], owner):
                     return self._run_share(forward, chunk, shares, gathering.rank)
             logits = self._run_share(forward, chunk, shares, self._book.rank)
-            wire = {"transport": self.config.transport, "timeout_s": self.config.timeout_s}
-            return broadcast(logits.contiguous(), self.cp_group, owner, **wire)
+            return self.ranks.broadcast(logits.contiguous(), owner)
 
     def _shares_tokens(self, num_tokens: int) -> bool:
         """Whether each rank runs its share of a chunk's tokens, not all of them."""

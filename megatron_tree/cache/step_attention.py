@@ -10,6 +10,7 @@ from torch import Tensor
 from ..attention.decode import DecodeStep
 from ..attention.decode_call import DecodeOptions
 from ..attention.head_shares import slice_of
+from ..comm import Ranks
 from ..config import TreeConfig
 from ..kernels import KVCache
 from ..merge import State
@@ -76,7 +77,7 @@ class StepAttention:
                 seen["k_positions"] = seen["k_positions"][:, : k.shape[1]]
             cache = KVCache(k, v, head_dim_v=head_dim_v, lengths=view.lengths, **seen)
         options |= {"head_shares": self._head_shares, "schedule": self._schedule}
-        call = {"options": DecodeOptions(forward.cp_group, config, **options)}
+        call = {"options": DecodeOptions(Ranks.of(forward.cp_group, q.device, config), **options)}
         call |= {"sinks": sinks, "projection": projection}
         if attention_chunk_size is None:
             return self._step.decode(q, cache, **call)
@@ -96,7 +97,7 @@ class StepAttention:
     ) -> Tensor:
         """`attend` to the selected keys only."""
         options |= {"head_shares": self._head_shares, "schedule": self._schedule}
-        options = DecodeOptions(forward.cp_group, config, **options)
+        options = DecodeOptions(Ranks.of(forward.cp_group, q.device, config), **options)
         return attend_in_step(forward, layer, q, selected, latent, self._step, options, sinks)
 
     def _entries(self, forward, layer: int, dtype: torch.dtype) -> Tensor:

@@ -19,18 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..comm import (
-    Pending,
-    Team,
-    broadcast,
-    gather_sequence,
-    group_rank,
-    group_size,
-    resolve_transport,
-    start_all_to_all_v,
-    start_gather,
-    start_reduce_scatter,
-)
+from ..comm import Pending, Ranks, Team, start_all_to_all_v, start_gather, start_reduce_scatter
 from ..merge import SumReducer
 from ..plan.prefill import PrefillPlan, PrefillSizes, plan_prefill
 from .gathered import Parts, even_shares, num_words, own_part, whole_parameters
@@ -66,7 +55,7 @@ class WeightGathering:
     """Runs chunks of a prompt through a model with split weights, each rank its own tokens.
 
     Args:
-        model: its parameters are this rank's pieces. group: the ranks that share its weights.
+        model: its parameters are this rank's pieces. ranks: those that share its weights.
         layers: the decoder layers. head: the module that makes logits.
         module_sizes: (object, attribute, value in the whole model, value on this rank) of every size that a module
             keeps beside its weights.
@@ -79,7 +68,7 @@ class WeightGathering:
     def __init__(
         self,
         model,
-        group,
+        ranks: Ranks,
         layers: list[SplitLayer],
         head: nn.Module,
         *,
@@ -87,14 +76,11 @@ class WeightGathering:
         head_groups: int,
         hidden: int,
         dim: int = -2,
-        transport: str = "auto",
-        timeout_s: float,
         **sizes,
     ):
-        self.model, self.group, self.layers, self.head, self.timeout_s = model, group, layers, head, timeout_s
-        self.wire = {"transport": transport, "timeout_s": timeout_s}
+        self.model, self.ranks, self.layers, self.head = model, ranks, layers, head
         self.module_sizes, self.head_groups, self.dim = module_sizes, head_groups, dim
-        self.rank, self.world, self.forced = group_rank(group), group_size(group), None
+        self.rank, self.world, self.forced = ranks.rank, ranks.size, None
         self.unfinished: Pending | None = None
         """A gather that a failed pass has left under way."""
         width = next(model.parameters()).dtype.itemsize
@@ -112,13 +98,7 @@ class WeightGathering:
     def place(self) -> Team:
         """The ranks at this rank's place of every head group."""
         size = self.world // self.head_groups
-        ranks = tuple(range(self.rank % size, self.world, size))
-        return Team(self.group, (ranks,), self.team.transport, self.timeout_s, ("place", size))
-
-    @functools.cached_property
-    def team(self) -> Team:
-        transport = resolve_transport(self.group, next(self.model.parameters()).device, self.wire["transport"])
-        return Team.flat(self.group, transport=transport, timeout_s=self.timeout_s)
+        return Team(self.ranks, (tuple(range(self.rank % size, self.world, size)),), ("place", size))
 
     def plan(self, num_tokens: int) -> PrefillPlan:
         """How a chunk of num_tokens is run."""
@@ -182,7 +162,7 @@ class GatheringPass:
         of = self._of
         if i == len(of.layers):
             return None
-        return start_gather(own_part(of.model, self._weights(i), of.world, of.rank), of.team)
+        return start_gather(own_part(of.model, self._weights(i), of.world, of.rank), of.ranks.everyone)
 
     def begin_layer(self, i: int) -> None:
         """Give layer i its whole parameters, and start to gather those of the next layer."""
@@ -216,7 +196,7 @@ class GatheringPass:
         ends = torch.tensor(even_shares(num_rows, of.world), device=ids.device).cumsum(0)
         owners = torch.bucketize(ids[0], ends, right=True)
         lengths = owners.bincount(minlength=of.world).tolist()
-        arrived = start_all_to_all_v(list(parts), lengths, of.team).wait()
+        arrived = start_all_to_all_v(list(parts), lengths, of.ranks.everyone).wait()
         rows = torch.empty_like(arrived)
         rows[owners.argsort(stable=True)] = arrived
         return rows[None]
@@ -233,7 +213,7 @@ class GatheringPass:
 
     def _gather_rows(self, rows: Tensor) -> Tensor:
         rows = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, max(self._num_tokens) - len(rows)))
-        return gather_sequence(rows.contiguous(), self._of.group, **self._of.wire)
+        return self._of.ranks.gather(rows.contiguous())
 
     def gather_arguments(self, module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Gather a feed-forward part's arguments; of an MLP the first one only, others are added to its result."""
@@ -246,9 +226,9 @@ class GatheringPass:
         if summed not in self._moved:
             return out
         of, reducer = self._of, SumReducer(out.dtype, torch.promote_types(out.dtype, torch.float32))
-        rows = start_reduce_scatter(out.movedim(of.dim, 0), of.team, reducer).wait()
+        rows = start_reduce_scatter(out.movedim(of.dim, 0), of.ranks.everyone, reducer).wait()
         return rows[: self._num_tokens[of.rank]].movedim(0, of.dim).to(out.dtype)
 
     def last_token(self, x: Tensor) -> tuple[Tensor]:
         """The hidden state [1, 1, width] whose logits all ranks compute."""
-        return (broadcast(x.contiguous(), self._of.group, self._last, **self._of.wire),)
+        return (self._of.ranks.broadcast(x.contiguous(), self._last),)

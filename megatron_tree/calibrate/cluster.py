@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from .. import comm
 from ..comm.links import without_latency
@@ -57,7 +56,7 @@ def calibrate(
     links = Links(device, timeout_s)
     if links.world < 2:
         raise ValueError("calibrate: one rank has no links to measure: start at least two")
-    hosts, backend = comm.ranks_by_host(dist.group.WORLD, timeout_s=timeout_s), comm.backend(dist.group.WORLD, device)
+    hosts, backend = comm.ranks_by_host(links.ranks), links.ranks.backend
     say(f"{links.world} ranks on {len(hosts)} hosts, {backend} on {device.type}")
     levels, overhead_s, table = _measure_levels(links, hosts, say)
     transport, wake_s, shared_s, chunk_s = "builtin", 0.0, 0.0, overhead_s  # a GPU's launches take about as long

@@ -74,7 +74,7 @@ def _run(args: argparse.Namespace, rank: int) -> None:
     from ..launching import together
 
     device = start_on_own_device(TIMEOUT_S)
-    with together(args, dist.group.WORLD, timeout_s=TIMEOUT_S):
+    with together(args, comm.Ranks.of(dist.group.WORLD, limit_s=TIMEOUT_S)):
         pass
     with comm.monitored("calibration"):
         _calibrate(args, rank, device)

@@ -74,7 +74,7 @@ def _byte_s(links: Links, call, seconds: float, bandwidth: float, host_size: int
             links.share(None)
             start = time.perf_counter()
             if sends:
-                transfer = Transfer(sent, to, arriving, source, dist.group.WORLD, links.timeout_s)
+                transfer = Transfer(sent, to, arriving, source, links.ranks)
             for _ in range(calls):
                 call()
             times.append(time.perf_counter() - start)

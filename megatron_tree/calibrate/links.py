@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -35,13 +36,13 @@ class Links:
     """Collective measurements on the default group: all ranks call the same methods in the same order."""
 
     def __init__(self, device: torch.device, timeout_s: float):
-        self.device, self.timeout_s = device, timeout_s
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self._early = comm.backend(dist.group.WORLD, device) == "gloo"  # with NCCL it would block
+        self.device, self.ranks = device, comm.Ranks.of(dist.group.WORLD, device, limit_s=timeout_s)
+        self.rank, self.world = self.ranks.rank, self.ranks.size
+        self._early = self.ranks.backend == "gloo"  # with NCCL it would block
 
     def share(self, value) -> list:
         """Every rank's value (JSON types), by rank. All ranks return at about the same time."""
-        return share_all(value, dist.group.WORLD, timeout_s=self.timeout_s)
+        return share_all(value, self.ranks)
 
     def median(self, seconds: float | None) -> float:
         """The median over the ranks that have a value."""
@@ -68,20 +69,23 @@ class Links:
         """
         pause = max(_PAUSE_S, 4 * latency_s)  # meanwhile senders learn that receives are posted
         state, times = torch.zeros(1, 8, device=self.device), []
-        options = dict(transport="direct", timeout_s=self.timeout_s)
-        reducer = comm.prepare_reduction(state.shape, state.dtype, self.device, dist.group.WORLD, schedule, **options)
+        ranks = self._by("direct")
+        reduction = comm.Reduction(ranks=ranks, schedule=schedule, shape=tuple(state.shape), dtype=state.dtype)
         self.share(None)
         for _ in range(_MANY):
             start = time.perf_counter()
-            reduction = reducer.start()
+            merge = reduction.start()
             time.sleep(pause)
-            reduction.finish(state)
+            merge(state)
             times.append(time.perf_counter() - start - pause)
         return self.median(statistics.median(times[REPEATS:]))
 
-    def gather(self, ranks: tuple[tuple[int, ...], ...], num_bytes: int, transport: str) -> float:
+    def _by(self, transport: str) -> comm.Ranks:
+        return comm.Ranks.of(self.ranks.group, self.device, replace(self.ranks.config, transport=transport))
+
+    def gather(self, places: tuple[tuple[int, ...], ...], num_bytes: int, transport: str) -> float:
         """Seconds of an all-gather of num_bytes per rank over all ranks: the slowest rank's median."""
-        team = comm.Team(dist.group.WORLD, ranks, transport, self.timeout_s, ("calibrate", ranks))
+        team = comm.Team(self._by(transport), places, ("calibrate", places))
         mine = torch.full((1, num_bytes), self.rank % 251, dtype=torch.uint8, device=self.device)
         times = []
         for _ in range(REPEATS):
@@ -99,7 +103,7 @@ class Links:
         for _ in range(_repeats(num_bytes)):
             answered = self._start_receive(answer, peer) if self._early else None
             start = now(self.device)
-            sent = [Transfer(message, peer, None, peer, dist.group.WORLD, self.timeout_s) for _ in range(count)]
+            sent = [Transfer(message, peer, None, peer, self.ranks) for _ in range(count)]
             for transfer in [*sent, answered or self._start_receive(answer, peer)]:
                 transfer.wait()
             times.append(now(self.device) - start)
@@ -117,7 +121,7 @@ class Links:
                 transfer.wait()
             now(self.device)
             arriving = post() if left and self._early else []
-            Transfer(answer, peer, None, peer, dist.group.WORLD, self.timeout_s).wait()
+            Transfer(answer, peer, None, peer, self.ranks).wait()
             arriving = arriving or (post() if left else [])
         now(self.device)
         expected = _pattern(num_bytes, peer, self.device)
@@ -125,7 +129,7 @@ class Links:
             raise ValueError(f"a message of {num_bytes} bytes from rank {peer} to rank {self.rank} brought wrong bytes")
 
     def _start_receive(self, buffer, peer: int) -> Transfer:
-        return Transfer(None, peer, buffer, peer, dist.group.WORLD, self.timeout_s)
+        return Transfer(None, peer, buffer, peer, self.ranks)
 
     def _empty(self, num_bytes: int):
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)

@@ -6,12 +6,11 @@ import contextlib
 import functools
 import zlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 import torch.utils.checkpoint
 
-from ..config import TreeConfig
 from ..errors import CommError
 from .call_record import Call, Step
 from .group import IN_PART, GroupState, wait_limit
@@ -19,6 +18,9 @@ from .health.agreement import Signature, compare, digest_of, log_call
 from .health.reports import Report
 from .health.watchdog import MEANWHILE, Watchdog, region
 from .transforms import check_transforms
+
+if TYPE_CHECKING:
+    from .ranks import Ranks
 
 # how torch's activation checkpointing leaves a forward that it recomputes, once all that it needs is there: no failure
 _EARLY_STOP = torch.utils.checkpoint._StopRecomputationError
@@ -34,22 +36,6 @@ def call_stamp(group) -> int:
     return GroupState.of(group).calls.stamp
 
 
-def collective_call(name: str, group, config: TreeConfig, *, differentiable: bool = False) -> CollectiveCall:
-    """One call that all ranks of a group make together: check, agree, run.
-
-        with collective_call("tree_decode", cp_group, config) as call:
-            check(q)                                  # what one rank raises here, all raise
-            call.agree(q=q.shape, dtype=q.dtype)      # values that differ: the same ValueError on all ranks
-            ...                                       # what one rank raises here ends the other ranks' waits
-
-    name: of the function, for messages. config: check and timeout_s are used. differentiable: whether it has
-        derivatives; without them it does not run within transforms of torch.func.
-    Raises on the other ranks: ``ValueError`` for what one rank raises before `agree`, and for a ``ValueError`` that it
-        raises later; `CommError` for any other error that it raises later.
-    """
-    return CollectiveCall(name, group, config, differentiable)
-
-
 class Agreement(NamedTuple):
     """What the ranks of a call have agreed on."""
 
@@ -59,11 +45,24 @@ class Agreement(NamedTuple):
 
 
 class CollectiveCall:
-    """The context of a `collective_call`: it checks until `agree` or `start` returns, and runs from then on."""
+    """One call that all ranks make together: check, agree, run.
 
-    def __init__(self, name: str, group, config: TreeConfig, differentiable: bool):
-        self._name, self._group, self._config, self._differentiable = name, group, config, differentiable
-        self._state = GroupState.of(group)
+        with CollectiveCall("tree_decode", ranks) as call:
+            check(q)                                  # what one rank raises here, all raise
+            call.agree(q=q.shape, dtype=q.dtype)      # values that differ: the same ValueError on all ranks
+            ...                                       # what one rank raises here ends the other ranks' waits
+
+    It checks until `agree` or `start` returns, and runs from then on.
+
+    name: of the function, for messages. differentiable: whether it has derivatives; without them it does not run within
+        transforms of torch.func.
+    Raises on the other ranks: ``ValueError`` for what one rank raises before `agree`, and for a ``ValueError`` that it
+        raises later; `CommError` for any other error that it raises later.
+    """
+
+    def __init__(self, name: str, ranks: Ranks, *, differentiable: bool = False):
+        self._name, self._ranks, self._differentiable = name, ranks, differentiable
+        self._state = ranks.state
         self._alone = self._state.size == 1 or IN_PART.get()
         self._call: Call | None = None
         self._runs = False
@@ -76,11 +75,11 @@ class CollectiveCall:
             if self._runs:
                 self._failed(error)
             elif self._call is None and isinstance(error, Exception):  # else it comes from `agree`, and all ranks know
-                _refuse(self._group, self._name, error)
+                _refuse(self._ranks.group, self._name, error)
         if self._call is not None:
             self._state.calls.leave(self._call)
             if error is None and not torch.is_grad_enabled():  # no backward will follow, which would ask
-                self._state.watchdog.settle(self._config.timeout_s)
+                self._state.watchdog.settle(self._ranks.timeout_s)
 
     def agree(self, *, changing: dict | None = None, of_batch: dict | None = None, **values) -> Agreement:
         """Raise the same ``ValueError`` on every rank unless all ranks of the group make the same call.
@@ -97,11 +96,11 @@ class CollectiveCall:
             changing: values that must be equal but differ from call to call; compared when `values` are.
         Returns: what `repeat` takes.
         Raises: ValueError with both values where two ranks differ. `CommError`, naming the missing ranks, when some
-            don't come within config.timeout_s.
+            don't come in time.
         """
         if self._alone:
             return Agreement(values, 0)
-        check, agreed, batch = self._config.check, self._state.agreed, of_batch or {}
+        check, agreed, batch = self._ranks.config.check, self._state.agreed, of_batch or {}
         kind = (self._name, check, *values.values())
         key = (*kind, *batch.values())
         compares = check != "never" and (check != "first" or key not in agreed)
@@ -131,31 +130,29 @@ class CollectiveCall:
 
     def _begin(self, agreement: Agreement, *, compares: bool, meanwhile: bool = False, settles: bool = False) -> None:
         check_transforms(self._name, differentiable=self._differentiable)
-        timeout_s, calls = self._config.timeout_s, self._state.calls
-        watchdog = self._state.watchdog or Watchdog.of(self._group, wait_limit(timeout_s))
-        call = self._call = calls.begin(self._name, agreement.digest, meets=self._config.check != "never")
-        watchdog.settle(timeout_s, at_most=0 if settles else MEANWHILE)
-        request = functools.partial(
-            _compare, watchdog, self._name, agreement.values, calls.step, timeout_s, call.number
-        )
+        limit_s, calls, checked = self._ranks.timeout_s, self._state.calls, self._ranks.config.check != "never"
+        watchdog = self._state.watchdog or Watchdog.of(self._ranks.group, wait_limit(limit_s))
+        call = self._call = calls.begin(self._name, agreement.digest, meets=checked)
+        watchdog.settle(limit_s, at_most=0 if settles else MEANWHILE)
+        request = functools.partial(_compare, watchdog, self._name, agreement.values, calls.step, limit_s, call.number)
         if calls.doubts:
             compares, meanwhile, calls.doubts = True, False, False
         if compares and meanwhile:
             watchdog.compare_meanwhile(call, request)
         elif compares:
-            outcome = watchdog.store.run(request, wait_limit(timeout_s))
+            outcome = watchdog.store.run(request, wait_limit(limit_s))
             if outcome is not None:
                 calls.doubt()
                 raise watchdog.fail(outcome) if isinstance(outcome, Report) else outcome
         else:
             call.compare = request
         calls.join(call)
-        if not UNSTAMPED.isdisjoint(self._state.backends.values()) and self._config.check != "never":
+        if not UNSTAMPED.isdisjoint(self._state.backends.values()) and checked:
             log_call(watchdog, call)
         self._runs = True
 
     def _failed(self, error: BaseException) -> None:
-        watchdog = Watchdog.of(self._group)
+        watchdog = self._ranks.watchdog
         if watchdog.is_known(error):
             return
         if isinstance(error, ValueError):
@@ -165,9 +162,9 @@ class CollectiveCall:
                 watchdog.fail(Report(f"{type(error).__name__}: {error},{watchdog.where()}", cause="error"))
 
 
-def _compare(watchdog: Watchdog, name: str, values: dict, step: Step | None, timeout_s: float, number: int, store):
+def _compare(watchdog: Watchdog, name: str, values: dict, step: Step | None, limit_s: float, number: int, store):
     of_step = {} if step is None else {f"step.{name}": value for name, value in step.values.items()}
-    return compare(watchdog, Signature(name, values | of_step, wait_limit(timeout_s)), number, store)
+    return compare(watchdog, Signature(name, values | of_step, wait_limit(limit_s)), number, store)
 
 
 @contextlib.contextmanager

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ..merge import NO_ENTRY
-from .collectives import sum_over_ranks
+from .ranks import Ranks
 
 
-def kth_largest(lists: Tensor, k: int, bits: int, group, *, transport: str, timeout_s: float) -> Tensor:
+def kth_largest(lists: Tensor, k: int, bits: int, ranks: Ranks) -> Tensor:
     """A threshold [rows] for every row of this rank's lists int64 [rows, m]: exactly k entries of all ranks are at
     least as large, or all of them are, where there are fewer. Collective.
 
@@ -28,7 +28,7 @@ def kth_largest(lists: Tensor, k: int, bits: int, group, *, transport: str, time
             counted = exists if high == 64 else exists & ((ordered >> high) == (found >> high)[:, None])
             counts = lists.new_zeros((len(lists), 1 << high - low), dtype=torch.int32)
             counts.scatter_add_(1, digit, counted.to(torch.int32))
-            counts = sum_over_ranks(counts, group, transport=transport, timeout_s=timeout_s)
+            counts = ranks.sum(counts)
             at_least = counts.flip(1).cumsum(1).flip(1)
             if high == 64:
                 few = at_least[:, 0] < k

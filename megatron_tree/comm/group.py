@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from .call_record import CallRecord
@@ -40,10 +39,8 @@ class GroupState:
     """links.py: `Links`, once measured, by the type of a device."""
     shared: Any = None
     """shared/: a `SharedMemory`, or a text that says why there is none."""
-    transports: dict[tuple[str, str], str] = field(default_factory=dict)
-    """shared/: (type of a device, transport asked for) -> how small collectives travel."""
-    topologies: dict[tuple, Any] = field(default_factory=dict)
-    """attention/topology.py."""
+    bound: dict[tuple, Any] = field(default_factory=dict)
+    """ranks.py: (type of a device, TreeConfig) -> `Ranks`."""
     tuned: dict[tuple, Any] = field(default_factory=dict)
     """attention/tuning.py: kinds of calls -> the plan that was measured to be the fastest."""
     counted: dict[tuple, int] = field(default_factory=dict)
@@ -101,39 +98,3 @@ def group_size(group) -> int:
 def group_rank(group) -> int:
     """This rank's number in `group`. Raises ``ValueError`` where it is not a member."""
     return GroupState.of(group).rank
-
-
-def backend(group, device: torch.device) -> str:
-    """The group's backend for tensors on a device, "gloo" or "nccl"; "gloo" for None, one rank alone.
-
-    Raises ``ValueError`` where the group has none for such tensors.
-    """
-    if group is None:
-        return "gloo"
-    backends = GroupState.of(group).backends
-    if device.type not in backends:
-        known = ", ".join(f"{name} for {kind}" for kind, name in backends.items())
-        raise ValueError(
-            f"cp_group: no backend of this group carries tensors on {device.type}, only {known}: make it with one, for "
-            'instance dist.init_process_group("cpu:gloo,cuda:nccl")'
-        )
-    return backends[device.type]
-
-
-def resolve_transport(group, device, transport: str = "auto") -> str:
-    """How messages travel: "direct" (point-to-point, receives posted early) or "builtin" (the backend's collectives).
-
-    "auto" is direct with gloo on the CPU, whose collectives wait for every message in turn, and builtin elsewhere. What
-    may go through shared memory ("auto" and "shm") is direct here; `shared.resolve_shared` says whether it does.
-    Raises ``ValueError`` where "direct" or "shm" is asked for and can't be had.
-    """
-    if group is None:
-        return "direct"
-    name = backend(group, device)
-    gloo = device.type == "cpu" and name == "gloo"
-    if transport in ("direct", "shm") and not gloo:
-        raise ValueError(
-            f"transport={transport!r} needs gloo and tensors on the CPU; this group has {name} for "
-            f"tensors on {device.type}: use transport='builtin' or 'auto'"
-        )
-    return "direct" if gloo and transport != "builtin" else "builtin"

@@ -10,16 +10,18 @@ import itertools
 import math
 import statistics
 import time
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ..log import say_once
 from ..units import format_bytes, format_seconds
 from .collectives import GATHERS
-from .group import GroupState, backend, resolve_transport
 from .machines import ranks_by_host
-from .team import Team
 from .work import Mail, Pending, start_shift
+
+if TYPE_CHECKING:
+    from .ranks import Ranks
 
 SMALL, PROBE = 8, 1 << 16  # bytes of a message
 MOST = {"cpu": 1 << 22, "cuda": 1 << 25}
@@ -56,24 +58,26 @@ class Links(NamedTuple):
         )
 
 
-def measured_links(group, device: torch.device, *, timeout_s: float = 600.0) -> Links:
-    """The links of a group whose tensors are on such a device, measured once. Collective; the same on every rank.
+def measured_links(ranks: Ranks) -> Links:
+    """The links of a group, measured once. Collective; the same on every rank.
 
     It takes some ms where a message takes microseconds, up to 100 on 1 Gbit/s with 1 ms, 600 on 100 Mbit/s with 10 ms.
-    Raises: `CommError` if a rank fails, or a single wait takes longer than timeout_s.
+    Raises: `CommError` if a rank fails, or a single wait takes too long.
     """
-    found = GroupState.of(group).links
-    if device.type not in found:
-        found[device.type] = _measure(group, ranks_by_host(group, timeout_s=timeout_s), device, timeout_s)
-    return found[device.type]
+    found = ranks.state.links
+    if ranks.device_type not in found:
+        links = found[ranks.device_type] = _measure(ranks, ranks_by_host(ranks))
+        if ranks.rank == 0:
+            say_once(f"measured: {links}")
+    return found[ranks.device_type]
 
 
-def _measure(group, by_host: list[list[int]], device: torch.device, timeout_s: float) -> Links:
+def _measure(ranks: Ranks, by_host: list[list[int]]) -> Links:
     places = [tuple(r for r in place if r is not None) for place in itertools.zip_longest(*by_host)]
     across = [place for place in places if len(place) > 1]  # a ring for each place on a host
-    inside = [tuple(ranks) for ranks in by_host if len(ranks) > 1]
+    inside = [tuple(x) for x in by_host if len(x) > 1]
     kinds = [inside, across[:1]]
-    rings = _Rings(group, device, timeout_s)
+    rings = _Rings(ranks)
     rings.slowest([])  # all are here, and NCCL has its communicator
     small = rings.slowest([rings.shift(x, SMALL, SEVERAL) for x in kinds])
     probes = rings.slowest([rings.shift(x, PROBE, FEW) for x in kinds])
@@ -112,27 +116,25 @@ def _long(rate: float, small: float, device: torch.device) -> int:
 
 
 class _Rings:
-    """Messages around rings of ranks of a group."""
+    """Messages around rings of ranks."""
 
-    def __init__(self, group, device: torch.device, timeout_s: float):
-        self._state, self._group, self._timeout_s = GroupState.of(group), group, timeout_s
-        self._early = backend(group, device) == "gloo"  # receives are posted before messages arrive
-        self.device = torch.device("cpu") if self._early else device
-        transport = resolve_transport(group, self.device)
-        self._team = Team.flat(group, transport=transport, timeout_s=timeout_s)
+    def __init__(self, ranks: Ranks):
+        self._early = ranks.backend == "gloo"  # receives are posted before messages arrive
+        self._ranks = ranks.on_host if self._early else ranks
+        self.device = self._ranks.device
 
     def slowest(self, seconds: list[float]) -> list[float]:
         """The largest of all ranks' numbers, one by one. Collective."""
         mine = torch.tensor([[0.0, *seconds]], dtype=torch.float64, device=self.device)
-        gather = GATHERS[self._team.transport](mine, self._team)
-        return Pending(gather, self.device, (mine,)).wait().amax(0)[1:].tolist()
+        team = self._ranks.everyone
+        return Pending(GATHERS[team.transport](mine, team), self.device, (mine,)).wait().amax(0)[1:].tolist()
 
     def shift(self, rings: list[Ring], num_bytes: int, count: int) -> float:
         """Median seconds of a message around this rank's ring, all rings at once; 0 if it is in none."""
         if not rings:
             return 0.0
-        mail = Mail("measure_links", self._group, range(self._state.size), self._timeout_s)  # takes a tag on every rank
-        ring = next((ring for ring in rings if self._state.rank in ring), None)
+        mail = Mail("measure_links", self._ranks)  # takes a tag on every rank
+        ring = next((ring for ring in rings if self._ranks.rank in ring), None)
         if ring is None:
             return 0.0
         sent, arriving = (torch.zeros(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(2))
@@ -140,7 +142,7 @@ class _Rings:
         return statistics.median(shift(ring, sent, arriving, count, mail)[count // 2 :])
 
     def _shift_early(self, ring: Ring, sent, arriving, count: int, mail: Mail) -> list[float]:
-        at, times = ring.index(self._state.rank), []
+        at, times = ring.index(self._ranks.rank), []
         for message in [mail.receive(arriving, ring[at - 1]) for _ in range(count)]:
             began = time.perf_counter()
             mail.send(sent, ring[(at + 1) % len(ring)])
@@ -153,7 +155,7 @@ class _Rings:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
         events[0].record()
         for event in events[1:]:
-            start_shift(sent, arriving, self._group, ring, timeout_s=self._timeout_s).wait()
+            start_shift(sent, arriving, ring, self._ranks).wait()
             event.record()
         events[-1].synchronize()
         return [begin.elapsed_time(end) / 1000 for begin, end in itertools.pairwise(events)]

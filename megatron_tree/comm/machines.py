@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import os
 import socket
+from typing import TYPE_CHECKING
 
-from .group import GroupState
 from .health.agreement import gather
-from .health.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from .ranks import Ranks
 
 
-def hosts(group, *, timeout_s: float = 600.0) -> tuple[str, ...]:
-    """The host of every rank of the group; ranks are on one host when these are equal. Asked once per group.
+def hosts_of(ranks: Ranks) -> tuple[str, ...]:
+    """The host of every rank; ranks are on one host when these are equal. Asked once per group.
 
     A host is a name and a network namespace: containers with the same name but separate networks are different hosts.
-    Raises `CommError` naming the ranks that did not answer within timeout_s.
+    Raises `CommError` naming the ranks that did not answer in time.
     """
-    state = GroupState.of(group)
-    if state.size == 1:
+    if ranks.size == 1:
         return (_this_host(),)
-    if state.hosts is None:
-        state.hosts = tuple(gather(Watchdog.of(group, timeout_s), "host", _this_host(), timeout_s))
-    return state.hosts
+    if ranks.state.hosts is None:
+        ranks.state.hosts = tuple(gather(ranks.watchdog, "host", _this_host(), ranks.timeout_s))
+    return ranks.state.hosts
 
 
-def ranks_by_host(group, *, timeout_s: float = 600.0) -> list[list[int]]:
-    """The group ranks on each host, hosts in the order of their first rank. See `hosts`."""
+def ranks_by_host(ranks: Ranks) -> list[list[int]]:
+    """The ranks on each host, hosts in the order of their first rank."""
     members: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts(group, timeout_s=timeout_s)):
+    for rank, host in enumerate(ranks.hosts):
         members.setdefault(host, []).append(rank)
     return list(members.values())
 

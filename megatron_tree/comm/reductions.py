@@ -1,7 +1,7 @@
-"""Decode's reductions: one state per rank is merged, and every rank gets the same bits (or its share).
+"""Reductions of decoding: one state per rank is merged, and every rank gets the same bits (or its share).
 
-`Reducer.start` posts the receives, the caller computes its state meanwhile, and `finish` sends and merges. Every
-schedule merges in one fixed order, or merges once and copies (docs/design.md, section 3).
+`Reduction.start` posts the receives, the caller computes its state meanwhile, and the function that it has returned
+sends and merges. Every schedule merges in one fixed order, or merges once and copies (docs/design.md, section 3).
 """
 
 from __future__ import annotations
@@ -10,146 +10,144 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels import merge_packed
 from ..merge import finite, normalized, numerators
-from .collectives import all_reduce, start_gather
-from .group import group_size
-from .local_share import (
-    PackedReducer,
-    ReduceArgs,
-    Steps,
-    local_share_builtin,
-    local_share_direct,
-    local_share_in_memory,
-    local_share_shared,
-)
-from .team import from_next
+from .collectives import start_gather, start_reduce_scatter
+from .ranks import Ranks
+from .shared import CAPACITY
+from .team import Team, from_next
 from .traffic import note
 from .work import Mail, Transfer
 
+Finish = Callable[[Tensor], Tensor]
+"""This rank's contiguous state, of the shape announced -> the merged one."""
 
+
+class PackedReducer:
+    """Reduces packed states, [..., d + 1] (out, then lse); they travel as they are."""
+
+    merge = staticmethod(merge_packed)
+
+    @staticmethod
+    def narrow(state: Tensor) -> Tensor:
+        return state
+
+
+@dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """A reduction whose receives are posted; `finish` merges this rank's state with all others."""
+    """Reductions of states of one shape among all ranks, any number of them."""
 
-    def __init__(self, steps: Steps):
-        self._steps = steps
-        next(steps)
+    ranks: Ranks
+    schedule: str
+    """"allreduce", "allgather", "butterfly", "scatter", "two_level", or "local_share": each rank gets its rows only."""
+    shape: tuple[int, ...]
+    """[..., d + 1]; of "local_share" [rows, ..., d + 1]."""
+    dtype: torch.dtype
+    in_memory: bool = False
+    """Whether states go through the memory that the ranks share, if they do, in one round; schedules of several rounds
+    are messages."""
+    order: tuple[int, ...] = ()
+    """The ranks by node (`plan.Placement`); default: every rank is its own node."""
+    block: int = 1
+    """Ranks of a node."""
+    across: str = "direct"
+    """How the leaders of "two_level" exchange: "direct" or "butterfly"."""
+    shares: tuple[int, ...] = ()
+    """Of "local_share": the rows of the state's first dimension that each rank gets."""
+    reducer: type = PackedReducer
+    """Merges states [n, ...] in order (merge.py); of "allreduce" packed ones only."""
 
-    def finish(self, state: Tensor) -> Tensor:
-        """The merged state, the same bits on every rank. state: of the shape announced."""
-        return _finish(self._steps, state.contiguous())
+    def start(self) -> Finish:
+        """Post the receives. Every rank calls it, then the function that it returns."""
+        return self._schedule(self)
 
+    @functools.cached_property
+    def _schedule(self) -> Callable[[Reduction], Finish]:
+        if self.ranks.size == 1:
+            return lambda _: lambda state: state
+        transport = self.transport
+        return _SCHEDULES.get((self.schedule, transport)) or _SCHEDULES[self.schedule, "direct"]
 
-class AtOnce:
-    """A `Reduction` that posts nothing beforehand, so that one will do for any number of states."""
+    @property
+    def transport(self) -> str:
+        return "shm" if self.in_memory and self.ranks.memory is not None else self.ranks.transport
 
-    def __init__(self, finish: Callable[[Tensor], Tensor]):
-        self.finish = finish
+    @functools.cached_property
+    def by_node(self) -> tuple[int, ...]:
+        return self.order or tuple(range(self.ranks.size))
 
+    def empty(self, *lead: int, shape=None) -> Tensor:
+        return torch.empty((*lead, *(shape or self.shape)), dtype=self.dtype, device=self.ranks.device)
 
-def _finish(steps: Steps, state: Tensor) -> Tensor:
-    try:
-        steps.send(state)
-    except StopIteration as stop:
-        return stop.value
-    raise AssertionError("a reduction takes one state")
+    def merge_shared(self, parts: Tensor) -> Tensor:
+        """Merge states [n, ...] that the ranks have handed each other through shared memory."""
+        packed = self.reducer is PackedReducer
+        return self.ranks.memory.merge(parts) if packed else self.reducer.merge(parts)
 
+    @functools.cached_property
+    def merges_in_memory(self) -> bool:
+        """Whether memory.c merges the ranks' states as it reads them."""
+        num_bytes = math.prod(self.shape) * self.dtype.itemsize
+        return self.reducer is PackedReducer and self.dtype == torch.float32 and num_bytes <= CAPACITY
 
-class Reducer:
-    """Reductions of states of one shape, see `prepare_reduction`; `start` begins one."""
+    @functools.cached_property
+    def first(self) -> int:
+        """Of "local_share": the first of this rank's rows."""
+        return sum(self.shares[: self.ranks.rank])
 
-    def __init__(self, steps: Callable[[], Steps] | None, at_once: AtOnce | None = None):
-        self._steps, self._at_once = steps, at_once
-
-    def start(self) -> Reduction | AtOnce:
-        """Post the receives. Every rank calls it, then `Reduction.finish`."""
-        return self._at_once or Reduction(self._steps())
-
-
-def prepare_reduction(
-    shape,
-    dtype: torch.dtype,
-    device: torch.device,
-    group,
-    schedule: str,
-    *,
-    transport: str,
-    timeout_s: float,
-    order: tuple[int, ...] = (),
-    block: int = 1,
-    across: str = "direct",
-    shares: tuple[int, ...] = (),
-    reducer: type = PackedReducer,
-) -> Reducer:
-    """Reductions over the group of states of `shape` [..., d + 1], any number of them.
-
-    Args: schedule "allreduce", "allgather", "butterfly", "scatter" or "two_level", or "local_share": `shape` is then
-    [rows, ..., d + 1], and each rank gets only its rows back, shares[rank] of them; transport "direct" or "builtin", or
-    "shm": then schedules of several rounds of messages are direct; order, block: the ranks by node and how many a node
-    has (`plan.Placement`), default: every rank is its own node; across: how two_level's leaders exchange, "direct" or
-    "butterfly"; reducer: merges other states than (out, lse), in any schedule but "allreduce" (merge.py).
-    """
-    n = group_size(group)
-    if n == 1:
-        return Reducer(None, AtOnce(lambda state: state))
-    args = ReduceArgs(
-        shares=shares,
-        shape=tuple(shape),
-        dtype=dtype,
-        device=device,
-        group=group,
-        transport=transport,
-        timeout_s=timeout_s,
-        order=order or tuple(range(n)),
-        block=block,
-        across=across,
-        reducer=reducer,
-    )
-    if transport == "shm" and schedule in _IN_MEMORY:
-        return Reducer(None, AtOnce(functools.partial(_IN_MEMORY[schedule], args)))
-    steps = _SCHEDULES.get((schedule, transport)) or _SCHEDULES[schedule, "direct"]
-    return Reducer(functools.partial(steps, args))
+    def team(self, places: tuple[int, ...], *name) -> Team:
+        return Team(self.ranks, (places,), name)
 
 
-def _allreduce(args: ReduceArgs) -> Steps:
+def _allreduce(of: Reduction) -> Finish:
     """The paper's Algorithm 3: the maximum of lse, then one sum of numerators and denominators."""
-    state = yield
-    out, lse = state[..., :-1], state[..., -1:]
-    top = finite(all_reduce(lse.clone(), args.group, op="max", timeout_s=args.timeout_s))
-    total = all_reduce(numerators(out, lse, top), args.group, timeout_s=args.timeout_s)
-    return normalized(total, top)
+
+    def finish(state: Tensor) -> Tensor:
+        out, lse = state[..., :-1], state[..., -1:]
+        top = finite(of.ranks.reduce(lse.clone(), "max"))
+        return normalized(of.ranks.reduce(numerators(out, lse, top)), top)
+
+    return finish
 
 
-def _allgather_builtin(args: ReduceArgs) -> Steps:
-    state = yield
-    return args.reducer.merge(start_gather(state[None], args.team(args.ranks)).wait())
+def _allgather_builtin(of: Reduction) -> Finish:
+    return lambda state: of.reducer.merge(start_gather(state[None], of.ranks.everyone).wait())
 
 
-def _allgather_in_memory(args: ReduceArgs, state: Tensor) -> Tensor:
-    state = state.contiguous()
-    if args.merges_in_memory:
-        return args.memory.merge_rows(state, 0, len(state), args.group, args.timeout_s)
-    return args.merge_shared(args.memory.gather(state, args.group, args.timeout_s))
+def _allgather_in_memory(of: Reduction) -> Finish:
+    memory = of.ranks.memory
+    if of.merges_in_memory:
+        return lambda state: memory.merge_rows(state, 0, len(state), of.ranks)
+    return lambda state: of.merge_shared(memory.gather(state, of.ranks))
 
 
-def _to_all(args: ReduceArgs, mail: Mail, ranks: tuple[int, ...]) -> Steps:
-    """All ranks send to all others, and merge in the order of `ranks`: one latency."""
-    at = ranks.index(args.rank)
-    parts = args.empty(len(ranks))
-    arriving = [mail.receive(parts[i], r) for i, r in enumerate(ranks) if i != at]
-    state = yield
-    note("all_gather", len(ranks), (len(ranks) - 1) * state.nbytes)
-    for r in from_next(ranks, at):
-        mail.send(state, r)
-    parts[at] = state
-    mail.wait(*arriving)
-    merged = args.reducer.merge(parts)
-    mail.sent()
-    return merged
+def _allgather_direct(of: Reduction) -> Finish:
+    return _to_all(of, Mail("all_gather", of.ranks), tuple(range(of.ranks.size)))
+
+
+def _to_all(of: Reduction, mail: Mail, among: tuple[int, ...]) -> Finish:
+    """These ranks send to all others of them, and merge in this order: one latency."""
+    at = among.index(of.ranks.rank)
+    parts = of.empty(len(among))
+    arriving = [mail.receive(parts[i], r) for i, r in enumerate(among) if i != at]
+
+    def finish(state: Tensor) -> Tensor:
+        note("all_gather", len(among), (len(among) - 1) * state.nbytes)
+        for r in from_next(among, at):
+            mail.send(state, r)
+        parts[at] = state
+        mail.wait(*arriving)
+        merged = of.reducer.merge(parts)
+        mail.sent()
+        return merged
+
+    return finish
 
 
 def _butterfly_plan(n: int, at: int) -> list[tuple[int, bool, bool]]:
@@ -166,72 +164,92 @@ def _butterfly_plan(n: int, at: int) -> list[tuple[int, bool, bool]]:
     return steps
 
 
-def _double(args: ReduceArgs, mail: Mail, ranks: tuple[int, ...]) -> Steps:
+def _butterfly_direct(of: Reduction) -> Finish:
+    return _double(of, Mail("butterfly", of.ranks), of.by_node)
+
+
+def _double(of: Reduction, mail: Mail, among: tuple[int, ...]) -> Finish:
     """Recursive doubling, all receives posted beforehand; the state of the lower half is merged first."""
-    at = ranks.index(args.rank)
-    plan = _butterfly_plan(len(ranks), at)
-    buffers = {peer: args.empty() for peer, _, receives in plan if receives}
-    arriving = {peer: mail.receive(buffer, ranks[peer]) for peer, buffer in buffers.items()}
-    state = yield
+    at = among.index(of.ranks.rank)
+    plan = _butterfly_plan(len(among), at)
+    buffers = {peer: of.empty() for peer, _, receives in plan if receives}
+    arriving = {peer: mail.receive(buffer, among[peer]) for peer, buffer in buffers.items()}
     folded = any(not sends for _, sends, _ in plan[1:])  # this rank only gets the result
-    for peer, sends, receives in plan:
-        if sends:
-            note("send", len(ranks), state.nbytes)
-            mail.send(state, ranks[peer])
-        if receives:
-            mail.wait(arriving[peer])
-            state = buffers[peer] if folded else _merge_two(args, at, state, peer, buffers[peer])
-    mail.sent()
-    return state
+
+    def finish(state: Tensor) -> Tensor:
+        for peer, sends, receives in plan:
+            if sends:
+                note("send", len(among), state.nbytes)
+                mail.send(state, among[peer])
+            if receives:
+                mail.wait(arriving[peer])
+                state = buffers[peer] if folded else _merge_two(of, at, state, peer, buffers[peer])
+        mail.sent()
+        return state
+
+    return finish
 
 
-def _butterfly_builtin(args: ReduceArgs) -> Steps:
+def _butterfly_builtin(of: Reduction) -> Finish:
     """Recursive doubling with the backend's own pairs of send and receive."""
-    state, at = (yield), args.order.index(args.rank)
-    plan = _butterfly_plan(len(args.order), at)
+    among = of.by_node
+    at = among.index(of.ranks.rank)
+    plan = _butterfly_plan(len(among), at)
     folded = any(not sends for _, sends, _ in plan[1:])
-    for peer, sends, receives in plan:
-        other = args.empty() if receives else None
-        to = args.order[peer]
-        Transfer(state if sends else None, to, other, to, args.group, args.timeout_s).wait()
-        if receives:
-            state = other if folded else _merge_two(args, at, state, peer, other)
-    return state
+
+    def finish(state: Tensor) -> Tensor:
+        for peer, sends, receives in plan:
+            other, to = of.empty() if receives else None, among[peer]
+            Transfer(state if sends else None, to, other, to, of.ranks).wait()
+            if receives:
+                state = other if folded else _merge_two(of, at, state, peer, other)
+        return state
+
+    return finish
 
 
-def _merge_two(args: ReduceArgs, at: int, state: Tensor, peer: int, other: Tensor) -> Tensor:
-    return args.reducer.merge(torch.stack((state, other) if at < peer else (other, state)))
+def _merge_two(of: Reduction, at: int, state: Tensor, peer: int, other: Tensor) -> Tensor:
+    return of.reducer.merge(torch.stack((state, other) if at < peer else (other, state)))
 
 
-def _scatter_builtin(args: ReduceArgs) -> Steps:
+def _scatter_builtin(of: Reduction) -> Finish:
     """Each rank merges its share of the rows, and sends it to all."""
-    first, rows, _ = _share_rows(args, local_share_shared if args.transport == "shm" else local_share_builtin)
-    mine = _finish(first, _padded((yield), rows))
-    return _whole_rows(start_gather(mine, args.team(args.ranks)).wait(), args.shape)
+    share, in_memory = _share_of_rows(of), of.transport == "shm"
+    finish_share = _local_share_in_memory(share) if in_memory else _local_share_builtin(share)
+    team = of.ranks.everyone_in_memory if in_memory else of.ranks.everyone
+
+    def finish(state: Tensor) -> Tensor:
+        mine = finish_share(_padded(state, share.shape[0]))
+        return _whole_rows(start_gather(mine, team).wait(), of.shape)
+
+    return finish
 
 
-def _scatter_direct(args: ReduceArgs) -> Steps:
+def _scatter_direct(of: Reduction) -> Finish:
     """The same; the receives of both halves are posted at once."""
-    n, r = len(args.ranks), args.rank
-    first, rows, share = _share_rows(args, local_share_direct)
-    whole, mail = args.empty(shape=(n, share, args.shape[-1])), args.mail("all_gather")
-    arriving = [mail.receive(whole[s], s) for s in args.ranks if s != r]
-    whole[r] = _finish(first, _padded((yield), rows))
-    note("all_gather", n, (n - 1) * whole[r].nbytes)
-    for s in from_next(args.ranks, r):
-        mail.send(whole[r], s)
-    mail.wait(*arriving)
-    mail.sent()
-    return _whole_rows(whole.flatten(0, 1), args.shape)
+    n, r = of.ranks.size, of.ranks.rank
+    share = _share_of_rows(of)
+    finish_share = _local_share_direct(share)
+    whole, mail = of.empty(shape=(n, share.shares[0], of.shape[-1])), Mail("all_gather", of.ranks)
+    arriving = [mail.receive(whole[s], s) for s in range(n) if s != r]
+
+    def finish(state: Tensor) -> Tensor:
+        whole[r] = finish_share(_padded(state, share.shape[0]))
+        note("all_gather", n, (n - 1) * whole[r].nbytes)
+        for s in from_next(tuple(range(n)), r):
+            mail.send(whole[r], s)
+        mail.wait(*arriving)
+        mail.sent()
+        return _whole_rows(whole.flatten(0, 1), of.shape)
+
+    return finish
 
 
-def _share_rows(args: ReduceArgs, local_share) -> tuple[Steps, int, int]:
-    """The first half of "scatter", its receives posted; the rows [rows, d + 1] that it takes, and those of a rank."""
-    n = len(args.ranks)
-    share = -(-math.prod(args.shape[:-1]) // n)
-    steps = local_share(dataclasses.replace(args, shape=(n * share, args.shape[-1]), shares=(share,) * n))
-    next(steps)
-    return steps, n * share, share
+def _share_of_rows(of: Reduction) -> Reduction:
+    """The first half of "scatter": equally many rows [rows, d + 1] for each rank."""
+    n = of.ranks.size
+    share = -(-math.prod(of.shape[:-1]) // n)
+    return dataclasses.replace(of, shape=(n * share, of.shape[-1]), shares=(share,) * n)
 
 
 def _padded(state: Tensor, num_rows: int) -> Tensor:
@@ -244,59 +262,131 @@ def _whole_rows(rows: Tensor, shape) -> Tensor:
     return rows[: math.prod(shape[:-1])].view(shape)
 
 
-def _two_level_direct(args: ReduceArgs) -> Steps:
+def _two_level_direct(of: Reduction) -> Finish:
     """States are merged on the first rank of each node; these leaders exchange and send the result to their node."""
-    node, place = divmod(args.order.index(args.rank), args.block)
-    members = args.order[node * args.block :][: args.block]
-    mail = args.mail("two_level")
+    node, place = divmod(of.by_node.index(of.ranks.rank), of.block)
+    members = of.by_node[node * of.block :][: of.block]
+    mail = Mail("two_level", of.ranks)
     if place:
-        result = args.empty()
-        arriving = mail.receive(result, members[0])
-        state = yield
-        note("send", args.block, state.nbytes)
+        result = of.empty()
+        arriving = [mail.receive(result, members[0])]
+    else:
+        parts = of.empty(of.block)
+        arriving = [mail.receive(parts[i], r) for i, r in enumerate(members) if i]
+        exchange = {"direct": _to_all, "butterfly": _double}[of.across](of, mail, of.by_node[:: of.block])
+
+    def finish_member(state: Tensor) -> Tensor:
+        note("send", of.block, state.nbytes)
         mail.send(state, members[0])
-        mail.wait(arriving)
+        mail.wait(*arriving)
         mail.sent()
         return result
-    parts = args.empty(args.block)
-    arriving = [mail.receive(parts[i], r) for i, r in enumerate(members) if i]
-    exchange = {"direct": _to_all, "butterfly": _double}[args.across](args, mail, args.order[:: args.block])
-    next(exchange)
-    parts[0] = yield
-    mail.wait(*arriving)
-    result = _finish(exchange, args.reducer.merge(parts))
-    note("send", args.block, (args.block - 1) * result.nbytes)
-    for r in members[1:]:
-        mail.send(result, r)
-    mail.sent()
-    return result
+
+    def finish_leader(state: Tensor) -> Tensor:
+        parts[0] = state
+        mail.wait(*arriving)
+        result = exchange(of.reducer.merge(parts))
+        note("send", of.block, (of.block - 1) * result.nbytes)
+        for r in members[1:]:
+            mail.send(result, r)
+        mail.sent()
+        return result
+
+    return finish_member if place else finish_leader
 
 
-def _two_level_builtin(args: ReduceArgs) -> Steps:
+def _two_level_builtin(of: Reduction) -> Finish:
     """All-gather inside the node, then among the ranks of one place on all nodes: every rank merges in one order."""
-    node, place = divmod(args.order.index(args.rank), args.block)
-    inside, across = args.order[node * args.block :][: args.block], args.order[place :: args.block]
-    state = yield
-    for name, ranks in (("inside", inside), ("across", across)):
-        if len(ranks) > 1:
-            team = args.team(ranks, name, args.order, args.block)
-            state = args.reducer.merge(start_gather(state[None], team).wait())
-    return state
+    node, place = divmod(of.by_node.index(of.ranks.rank), of.block)
+    inside, across = of.by_node[node * of.block :][: of.block], of.by_node[place :: of.block]
+
+    def finish(state: Tensor) -> Tensor:
+        for name, among in (("inside", inside), ("across", across)):
+            if len(among) > 1:
+                team = of.team(among, name, of.by_node, of.block)
+                state = of.reducer.merge(start_gather(state[None], team).wait())
+        return state
+
+    return finish
 
 
-_IN_MEMORY = {"allgather": _allgather_in_memory, "local_share": local_share_in_memory}
+def _local_share_in_memory(of: Reduction) -> Finish:
+    """Through shared memory, from which each rank merges its rows."""
+    memory, count = of.ranks.memory, of.shares[of.ranks.rank]
+    if of.merges_in_memory:
+        return lambda state: memory.merge_rows(state, of.first, count, of.ranks)
+    return lambda state: of.merge_shared(memory.exchange(_by_rank(of, state), of.ranks))[:count]
+
+
+def _local_share_builtin(of: Reduction) -> Finish:
+    """In one collective of the backend."""
+
+    def finish(state: Tensor) -> Tensor:
+        parts = _by_rank(of, state).flatten(0, 1)
+        return start_reduce_scatter(parts, of.ranks.everyone, of.reducer).wait()[: of.shares[of.ranks.rank]]
+
+    return finish
+
+
+def _local_share_direct(of: Reduction) -> Finish:
+    """Each rank is sent its rows of all states, and merges them in rank order."""
+    n, r = of.ranks.size, of.ranks.rank
+    parts, mail = of.empty(shape=(n, max(of.shares), *of.shape[1:])), Mail("all_to_all", of.ranks)
+    arriving = [mail.receive(parts[s], s) for s in range(n) if s != r]
+
+    def finish(state: Tensor) -> Tensor:
+        state = _by_rank(of, state)
+        note("all_to_all", n, (n - 1) * state[0].nbytes)
+        for s in from_next(tuple(range(n)), r):
+            mail.send(state[s], s)
+        parts[r] = state[r]
+        mail.wait(*arriving)
+        merged = of.reducer.merge(parts)
+        mail.sent()
+        return merged[: of.shares[r]]
+
+    return finish
+
+
+def _by_rank(of: Reduction, state: Tensor) -> Tensor:
+    return by_owner(state, of.shares, tuple(range(of.ranks.size)))
+
+
+def by_owner(state: Tensor, shares: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
+    """state [rows, ...], each rank's rows one after another, as [ranks, longest share, ...] in `order`, padded by rows
+    that repeat."""
+    longest = max(shares)
+    if not len(state):
+        return state.new_zeros(len(order), longest, *state.shape[1:])
+    if min(shares) < longest or list(order) != sorted(order):
+        state = state.index_select(0, _padded_rows(shares, order, state.device))
+    return state.reshape(len(order), longest, *state.shape[1:])
+
+
+@functools.lru_cache(maxsize=64)
+def _padded_rows(shares: tuple[int, ...], order: tuple[int, ...], device: torch.device) -> Tensor:
+    longest, first, firsts = max(shares), 0, {}
+    for r in sorted(order):
+        firsts[r] = first
+        first += shares[r]
+    rows = [min(firsts[r] + max(min(i, shares[r] - 1), 0), first - 1) for r in order for i in range(longest)]
+    return torch.tensor(rows, device=device)
+
+
 _SCHEDULES = {
-    ("allreduce", "builtin"): _allreduce,
     ("allreduce", "direct"): _allreduce,  # the paper's schedule is made of the backend's collectives
+    ("allreduce", "builtin"): _allreduce,
     ("allgather", "builtin"): _allgather_builtin,
-    ("allgather", "direct"): lambda args: _to_all(args, args.mail("all_gather"), args.ranks),
+    ("allgather", "direct"): _allgather_direct,
+    ("allgather", "shm"): _allgather_in_memory,
     ("butterfly", "builtin"): _butterfly_builtin,
-    ("butterfly", "direct"): lambda args: _double(args, args.mail("butterfly"), args.order),
+    ("butterfly", "direct"): _butterfly_direct,
     ("scatter", "builtin"): _scatter_builtin,
     ("scatter", "direct"): _scatter_direct,
     ("scatter", "shm"): _scatter_builtin,
-    ("local_share", "builtin"): local_share_builtin,
-    ("local_share", "direct"): local_share_direct,
+    ("local_share", "builtin"): _local_share_builtin,
+    ("local_share", "direct"): _local_share_direct,
+    ("local_share", "shm"): _local_share_in_memory,
     ("two_level", "builtin"): _two_level_builtin,
     ("two_level", "direct"): _two_level_direct,
 }

@@ -7,13 +7,14 @@ import threading
 import weakref
 from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .group import GroupState, group_rank, group_size
+if TYPE_CHECKING:
+    from .ranks import Ranks
 
 
 def from_next(ranks: tuple[int, ...], index: int) -> tuple[int, ...]:
@@ -23,32 +24,31 @@ def from_next(ranks: tuple[int, ...], index: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Team:
-    """Ranks of a group that gather together: a key team or a query team, `inner` ranks of each of `outer` nodes.
+    """Ranks that gather together: a key team or a query team, `inner` ranks of each of `outer` nodes.
 
-    `ranks[i][o]` is the group rank with place i on node o of the team; what they gather is laid out in this order,
-    place by place. A collective over a team whose both factors are above 1 has two levels: across nodes, among ranks
-    of the same place, and inside the node.
+    `places[i][o]` is the rank with place i on node o of the team; what they gather is laid out in this order, place by
+    place. A collective over a team whose both factors are above 1 has two levels: across nodes, among ranks of the same
+    place, and inside the node.
     """
 
-    group: object
-    ranks: tuple[tuple[int, ...], ...]
-    transport: str
-    timeout_s: float
+    ranks: Ranks
+    places: tuple[tuple[int, ...], ...]
     name: tuple = ()
     """What all ranks of the group call their teams of this kind, for instance ("keys", (2, 4), (1, 2))."""
+    in_memory: bool = False
+    """Whether messages go through the ranks' shared memory; of all ranks only."""
 
-    @classmethod
-    def flat(cls, group, *, transport: str, timeout_s: float) -> Team:
-        """The whole group, in rank order, in one level."""
-        return cls(group, (tuple(range(group_size(group))),), transport, timeout_s)
+    @property
+    def transport(self) -> str:
+        return "shm" if self.in_memory else self.ranks.transport
 
     @property
     def inner(self) -> int:
-        return len(self.ranks)
+        return len(self.places)
 
     @property
     def outer(self) -> int:
-        return len(self.ranks[0])
+        return len(self.places[0])
 
     @property
     def size(self) -> int:
@@ -57,28 +57,28 @@ class Team:
     @functools.cached_property
     def order(self) -> tuple[int, ...]:
         """The team's ranks in the order of a gathered tensor."""
-        return tuple(r for place in self.ranks for r in place)
+        return tuple(r for place in self.places for r in place)
 
     @functools.cached_property
     def index(self) -> int:
         """This rank's index in `order`."""
-        return self.order.index(group_rank(self.group))
+        return self.order.index(self.ranks.rank)
 
     @property
     def place(self) -> tuple[int, int]:
-        """(i, o) of this rank: ranks[i][o] is this rank."""
+        """(i, o) of this rank: places[i][o] is this rank."""
         return divmod(self.index, self.outer)
 
     @property
     def across(self) -> tuple[int, ...]:
         """The ranks of this rank's place on all nodes of the team."""
-        return self.ranks[self.place[0]]
+        return self.places[self.place[0]]
 
     @property
     def inside(self) -> tuple[int, ...]:
         """The team's ranks on this rank's node."""
         o = self.place[1]
-        return tuple(place[o] for place in self.ranks)
+        return tuple(place[o] for place in self.places)
 
 
 def subgroup(team: Team, ranks: tuple[int, ...]):
@@ -88,22 +88,21 @@ def subgroup(team: Team, ranks: tuple[int, ...]):
     group must make the same number of them: one for each name and level, even if it has one of the same ranks already.
     They are freed with the team's group.
     """
-    ranks = tuple(sorted(ranks))
-    if len(ranks) == group_size(team.group):
-        return team.group
-    made = GroupState.of(team.group).subgroups
+    whole, ranks = team.ranks, tuple(sorted(ranks))
+    if len(ranks) == whole.size:
+        return whole.group
+    made = whole.state.subgroups
     if not made:
-        weakref.finalize(team.group, _free, made).atexit = False
+        weakref.finalize(whole.group, _free, made).atexit = False
     if (team.name, ranks) not in made:
-        ranks_in_job = GroupState.of(team.group).ranks
         make = functools.partial(
             dist.new_group,
-            [ranks_in_job[r] for r in ranks],
-            backend=dist.get_backend(team.group),
-            timeout=timedelta(seconds=team.timeout_s),
+            [whole.state.ranks[r] for r in ranks],
+            backend=dist.get_backend(whole.group),
+            timeout=whole.limit,
             use_local_synchronization=True,
         )
-        made[team.name, ranks] = _in_time(make, team.timeout_s)
+        made[team.name, ranks] = _in_time(make, whole.timeout_s)
     return made[team.name, ranks]
 
 
@@ -128,19 +127,7 @@ class _Former:
     abort = shutdown
 
 
-def neighbours(group, size: int, *, timeout_s: float):
-    """The process group of this rank and its neighbours, if a group is cut into runs of `size` ranks; None for one.
-
-    Made once. All ranks of the group must call it.
-    """
-    if size == 1:
-        return None
-    first = group_rank(group) // size * size
-    team = Team(group, ((first,),), "auto", timeout_s, ("neighbours", size))
-    return subgroup(team, tuple(range(first, first + size)))
-
-
-def _in_time(make, timeout_s: float):
+def _in_time(make, limit_s: float):
     """make(), in its own thread: torch waits without a time limit for a store whose process is stopped."""
     answer: Future = Future()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -155,6 +142,6 @@ def _in_time(make, timeout_s: float):
 
     threading.Thread(target=work, name="megatron_tree new group", daemon=True).start()
     try:
-        return answer.result(timeout_s + 0.2)  # torch's own error, which comes first, says more
+        return answer.result(limit_s + 0.2)  # torch's own error, which comes first, says more
     except TimeoutError:
-        raise RuntimeError(f"a group of some of the ranks was not made within {timeout_s:g} s") from None
+        raise RuntimeError(f"a group of some of the ranks was not made within {limit_s:g} s") from None

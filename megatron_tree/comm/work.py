@@ -4,46 +4,49 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .group import IN_PART, GroupState, backend, group_rank, group_size
+from .group import IN_PART, GroupState
 from .health.gloo import settle_at_exit
-from .health.watchdog import EVERY_GROUP, Watchdog
+from .health.watchdog import EVERY_GROUP
 from .traffic import note
+
+if TYPE_CHECKING:
+    from .ranks import Ranks
 
 TAGS = 1 << 12  # of the collectives in progress; then they start again
 CALLS = (1 << 19) - 1  # digests of calls that tags tell apart
 ASK_S = 20e-6  # between two calls of is_done
 
 
-def run(op: str, group, num_bytes: int, timeout_s: float, start: Callable[..., dist.Work], x: Tensor) -> None:
+def run(op: str, ranks: Ranks, num_bytes: int, start: Callable[..., dist.Work], x: Tensor) -> None:
     """Wait for start(x), an asynchronous operation of torch.distributed; failures become `CommError`."""
-    note(op, group_size(group), num_bytes)
-    meet(op, group, x.device, timeout_s)
+    note(op, ranks.size, num_bytes)
+    meet(op, ranks)
     try:
-        wait_for(start(x), group, x.device, timeout_s, on=group)
+        wait_for(start(x), ranks, on=ranks.group)
     except RuntimeError as error:
-        raise Watchdog.of(group).operation_failed(op, timeout_s, error) from error
+        raise ranks.watchdog.operation_failed(op, ranks.timeout_s, error) from error
 
 
-def wait_for(works, group, device: torch.device, timeout_s: float, *, on) -> None:
-    """Wait for one operation or a list of them with tensors on the device, on the group or `on`, a sub-group of it.
+def wait_for(works, ranks: Ranks, *, on) -> None:
+    """Wait for one operation or a list of them, on the ranks' group or `on`, a sub-group of it.
 
     With NCCL the current stream waits, not the host.
     """
     works = works if isinstance(works, list) else [works]
-    with Watchdog.of(group).waits(on, works):
+    with ranks.watchdog.waits(on, works):
         for work in works:
-            if backend(group, device) == "nccl":
+            if ranks.backend == "nccl":
                 work.wait()  # NCCL's own watchdog keeps the time limit
             else:
-                wait_within(timedelta(seconds=timeout_s), work)
+                wait_within(ranks.limit, work)
                 settle_at_exit()
 
 
@@ -53,25 +56,25 @@ def wait_within(limit: timedelta, work: dist.Work) -> None:
         raise RuntimeError("the watchdog has ended the wait")
 
 
-def wait_until(is_done: Callable[[], bool], what: str, group, timeout_s: float) -> None:
-    """Wait for collectives of the group that are queued on a device without time limits (in a CUDA graph), by asking
-    is_done. A single rank does not wait.
+def wait_until(is_done: Callable[[], bool], what: str, ranks: Ranks) -> None:
+    """Wait for collectives that are queued on a device without time limits (in a CUDA graph), by asking is_done. A
+    single rank does not wait.
 
-    Raises: `CommError` after timeout_s, or if another rank failed.
+    Raises: `CommError` after the time limit, or if another rank failed.
     """
-    if group_size(group) == 1:
+    if ranks.size == 1:
         return
-    watchdog, end = Watchdog.of(group), time.monotonic() + timeout_s
+    watchdog, end = ranks.watchdog, time.monotonic() + ranks.timeout_s
     try:
         with watchdog.waits(EVERY_GROUP):  # its collectives may be those of several
             while not is_done():
                 if watchdog.is_interrupted:
                     raise RuntimeError("another rank failed")
                 if time.monotonic() > end:
-                    raise RuntimeError(f"timed out after {timeout_s:g} s")
+                    raise RuntimeError(f"timed out after {ranks.timeout_s:g} s")
                 time.sleep(ASK_S)
     except RuntimeError as error:
-        failure = watchdog.operation_failed(what, timeout_s, error)
+        failure = watchdog.operation_failed(what, ranks.timeout_s, error)
         watchdog.interrupt(EVERY_GROUP)  # the device waits, too
         raise failure from error
 
@@ -81,25 +84,22 @@ def _tag(state: GroupState, number: int) -> int:
     return number + TAGS * (state.calls.digest % CALLS)
 
 
-def meet(op: str, group, device: torch.device, timeout_s: float) -> None:
-    """Before `op`, on tensors of a device, wait until all ranks of the group are in this rank's call: once in a call,
-    always outside of calls.
+def meet(op: str, ranks: Ranks) -> None:
+    """Before `op`, wait until all ranks are in this rank's call: once in a call, always outside of calls.
 
     gloo's own collectives need that. They have no tags: those of different calls would exchange data, or end a process
     where lengths differ. With NCCL the host waits for nothing; its ranks compare their calls afterwards (agreement.py).
     """
-    Watchdog.of(group, timeout_s)  # made within this call's time limit
-    state = GroupState.of(group)
-    calls = state.calls
+    calls = ranks.watchdog.calls
     has_met = IN_PART.get() or (calls.current is not None and calls.met == calls.stamp)
-    if has_met or backend(group, device) != "gloo" or not calls.meets:
+    if has_met or ranks.backend != "gloo" or not calls.meets:
         return
-    calls.met, n = calls.stamp, state.size
-    mail, nothing = Mail(op, group, range(n), timeout_s), torch.zeros(1, dtype=torch.uint8)
+    calls.met, n = calls.stamp, ranks.size
+    mail, nothing = Mail(op, ranks), torch.zeros(1, dtype=torch.uint8)
     steps = [1 << bit for bit in range((n - 1).bit_length())]
-    arriving = [mail.receive(nothing.clone(), (state.rank - step) % n) for step in steps]
+    arriving = [mail.receive(nothing.clone(), (ranks.rank - step) % n) for step in steps]
     for step, message in zip(steps, arriving):  # after them, all ranks have been heard of
-        mail.send(nothing, (state.rank + step) % n)
+        mail.send(nothing, (ranks.rank + step) % n)
         mail.wait(message)
     mail.sent()
 
@@ -112,7 +112,7 @@ class Message(NamedTuple):
 
 
 class Mail:
-    """Point-to-point messages of one collective among some ranks of a group (gloo).
+    """Point-to-point messages of one collective (gloo), among all ranks or some.
 
     Receives are posted before sends: gloo sends a message only once its receiver has said where to put it. Every
     collective takes a tag of its own, in the order in which the ranks start them, so that several can be in progress.
@@ -120,10 +120,9 @@ class Mail:
     that receives more than it expects).
     """
 
-    def __init__(self, op: str, group, ranks, timeout_s: float):
-        self._op, self._group, self._ranks, self._timeout_s = op, group, ranks, timeout_s
-        self._limit = timedelta(seconds=timeout_s)
-        state = GroupState.of(group)
+    def __init__(self, op: str, ranks: Ranks, among: Sequence[int] | None = None):
+        self._op, self._ranks, self._among, self._group = op, ranks, among, ranks.group
+        state = ranks.state
         state.calls.made += 1
         self._tag = _tag(state, 1 + next(state.tags) % (TAGS - 1))
         self._sent: list[tuple[Message, Tensor]] = []
@@ -137,10 +136,10 @@ class Mail:
         self._sent.append((self._start(self._group.send, x, to), x))
 
     def wait(self, *messages: Message) -> None:
-        with Watchdog.of(self._group).waits(self._group, [message.work for message in messages]):
+        with self._ranks.watchdog.waits(self._group, [message.work for message in messages]):
             for message in messages:
                 try:
-                    wait_within(self._limit, message.work)
+                    wait_within(self._ranks.limit, message.work)
                 except RuntimeError as error:
                     raise self._failure(error, message.peer) from error
         settle_at_exit()
@@ -157,8 +156,8 @@ class Mail:
             raise self._failure(error, peer) from error
 
     def _failure(self, error: RuntimeError, peer: int) -> Exception:
-        watchdog = Watchdog.of(self._group)
-        return watchdog.operation_failed(self._op, self._timeout_s, error, self._ranks, (peer,))
+        ranks = self._ranks
+        return ranks.watchdog.operation_failed(self._op, ranks.timeout_s, error, self._among, (peer,))
 
 
 class Pending:
@@ -225,22 +224,20 @@ class Transfer:
     gloo sends and receives the host's memory alone, whatever it is given: with a GPU's tensors, their copies there.
     """
 
-    def __init__(self, send: Tensor | None, dst: int, recv: Tensor | None, src: int, group, timeout_s: float):
-        self._device = (send if recv is None else recv).device
-        gloo = backend(group, self._device) == "gloo"
+    def __init__(self, send: Tensor | None, dst: int, recv: Tensor | None, src: int, ranks: Ranks):
+        gloo, group = ranks.backend == "gloo", ranks.group
         if gloo:
             arriving = recv if recv is None or _on_host(recv) else torch.empty_like(recv, device="cpu")
             send = send if send is None or _on_host(send) else send.cpu()
         else:
             arriving = recv
-        self._recv, self._arriving, self._send, self._src = recv, arriving, send, src
-        self._group, self._timeout_s = group, timeout_s
+        self._recv, self._arriving, self._send, self._src, self._ranks = recv, arriving, send, src, ranks
         self._name = f"send/receive with group ranks {sorted({dst, src})}"
-        ops, tag = [], _tag(GroupState.of(group), 0) if gloo else 0
+        ops, tag = [], _tag(ranks.state, 0) if gloo else 0
         if recv is not None:
             ops.append(dist.P2POp(dist.irecv, arriving, group=group, tag=tag, group_peer=src))
         if send is not None:
-            note("send", group_size(group), send.nbytes)
+            note("send", ranks.size, send.nbytes)
             ops.append(dist.P2POp(dist.isend, send, group=group, tag=tag, group_peer=dst))
         try:
             self._work = dist.batch_isend_irecv(ops)
@@ -249,7 +246,7 @@ class Transfer:
 
     def wait(self) -> Tensor | None:
         try:
-            wait_for(self._work, self._group, self._device, self._timeout_s, on=self._group)
+            wait_for(self._work, self._ranks, on=self._ranks.group)
         except RuntimeError as error:
             raise self._failed(error) from error
         self._send = None
@@ -258,16 +255,14 @@ class Transfer:
         return self._recv
 
     def _failed(self, error: RuntimeError) -> Exception:
-        watchdog = Watchdog.of(self._group)
-        return watchdog.operation_failed(self._name, self._timeout_s, error, peers=(self._src,))
+        ranks = self._ranks
+        return ranks.watchdog.operation_failed(self._name, ranks.timeout_s, error, peers=(self._src,))
 
 
-def start_shift(
-    send: Tensor | None, recv: Tensor | None, group, order: tuple[int, ...], *, timeout_s: float = 600.0
-) -> Transfer:
+def start_shift(send: Tensor | None, recv: Tensor | None, order: tuple[int, ...], ranks: Ranks) -> Transfer:
     """Start passing `send` to the next rank of the ring `order` while `recv` is filled by the previous one.
 
     Both contiguous; None where there is nothing to pass on, which the other side must know.
     """
-    at, n = order.index(group_rank(group)), len(order)
-    return Transfer(send, order[(at + 1) % n], recv, order[at - 1], group, timeout_s)
+    at, n = order.index(ranks.rank), len(order)
+    return Transfer(send, order[(at + 1) % n], recv, order[at - 1], ranks)

@@ -13,14 +13,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ..cache.runner import RowRunner
-from ..comm import group_rank
+from ..comm import Ranks
 from ..comm.group import wait_limit
 from ..comm.wire import share, share_check
+from ..config import default_config
 from ..errors import TreeError
 from ..log import logger
 from .checks import check_request, prompt_images
@@ -107,9 +109,10 @@ class Scheduler:
         options = {"end_tokens": self._end_tokens, "on_mask": self._wake}
         self.grammars = Grammars(tokenizer, vocab_size=runner.vocab_size, **options)
         self.max_rows, self.max_waiting = max_rows, max_waiting
-        self._group = runner.token_group if plan_group is None else plan_group
-        self.is_leader = group_rank(self._group) == 0
-        self._heartbeat_s, self._wire = heartbeat_s, {"timeout_s": timeout_s, "transport": transport}
+        config = default_config()
+        config = replace(config, timeout_s=timeout_s, transport=transport or config.transport)
+        self._ranks = Ranks.of(runner.token_group if plan_group is None else plan_group, config=config)
+        self.is_leader, self._heartbeat_s = self._ranks.rank == 0, heartbeat_s
         self._capacity = runner.free_tokens
         self.executor, self._ended = executor or Executor(runner), False
         self._speculation = speculation
@@ -277,10 +280,10 @@ class Scheduler:
 
     def on_leader(self, check: Callable[[], Any]) -> Any:
         """What `check()` returns on the leader, on all ranks, outside of the loop; see `share_check`."""
-        return share_check(check, self._group, device=self._runner.device, **self._wire)
+        return share_check(check, self._ranks)
 
     def _share(self, plan):
-        return share(plan, self._group, device=self._runner.device, **self._wire)
+        return share(plan, self._ranks)
 
     @contextlib.contextmanager
     def _giving_up(self, *, broadcast: bool):

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import comm
 from ..attention.derivatives import has_tangents
 from ..attention.functional import tree_attn_func
-from ..config import TreeConfig, default_config
+from ..config import TreeConfig
 
 try:
     from diffusers import ContextParallelConfig
@@ -182,9 +182,10 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, dim: int, group) -> Tensor:
-        with comm.collective_call("the gather of a diffusers output", group, default_config()) as call:
+        ranks = comm.Ranks.of(group, x.device)
+        with ranks.call("the gather of a diffusers output") as call:
             call.agree(shape=tuple(x.shape), dim=dim, dtype=x.dtype)
-            return comm.gather_sequence(x.movedim(dim, 0).contiguous(), group).movedim(0, dim)
+            return ranks.gather(x.movedim(dim, 0).contiguous()).movedim(0, dim)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

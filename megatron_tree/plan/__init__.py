@@ -8,6 +8,7 @@ from .prefill_grid import chunk_sizes, plan_prefill_grid
 from .scan import plan_scan
 from .select import SelectPlan, plan_select
 from .sizes import CallSizes
+from .stages import Stages, run_stages
 from .topology import (
     Level,
     Placement,
@@ -31,6 +32,7 @@ __all__ = [
     "Placement",
     "SelectPlan",
     "Shape",
+    "Stages",
     "Topology",
     "TrainingPlan",
     "check_grid",
@@ -46,5 +48,6 @@ __all__ = [
     "plan_scan",
     "plan_select",
     "plan_training",
+    "run_stages",
     "save_topology",
 ]

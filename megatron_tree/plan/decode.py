@@ -237,7 +237,7 @@ def projects_first(placed: PlacedTopology, results: DecodePlan, projected: Decod
 
 
 def summed(placed: PlacedTopology, size: float) -> tuple[float, float]:
-    """(seconds, bytes that a rank sends) of a sum over all ranks, as `comm.sum_over_ranks` makes it."""
+    """(seconds, bytes that a rank sends) of a sum over all ranks, as `Ranks.sum` makes it."""
     total = Rounds(placed)
     if placed.world > 1:
         add_sum(total, size)

@@ -11,11 +11,11 @@ from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..comm.stages import Stages, run_stages
 from .arrangement import Arrangement, HeadSplit
 from .cost import PassClock, Phase, PlacedTopology, Stage
 from .plans import Cost, PassPlan
 from .sizes import CallSizes
+from .stages import Stages, run_stages
 
 
 class Peers(NamedTuple):

@@ -61,9 +61,9 @@ class Chains:
         return tuple(map(tuple, numbers))
 
     @staticmethod
-    def of(x: Tensor, name: str, cp_group, layout: Layout) -> Chains:
+    def of(x: Tensor, name: str, ranks: comm.Ranks, layout: Layout) -> Chains:
         """Those of the sequence of which x [b, s_local, ...] is this rank's shard. Raises ``ValueError``."""
-        world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
+        world, rank = ranks.size, ranks.rank
         layout = check_layout(layout, world)
         if isinstance(layout, tuple) and x.shape[1] != layout[rank]:
             raise ValueError(

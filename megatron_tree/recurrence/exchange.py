@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .. import comm
 from ..attention.derivatives import signed
-from ..attention.topology import GroupTopology
-from ..config import TreeConfig
 
 
 @dataclass(frozen=True)
@@ -19,8 +17,7 @@ class Route:
     """Who sends how many rows to whom, in one collective call."""
 
     name: str
-    group: object
-    config: TreeConfig
+    ranks: comm.Ranks
     sent: tuple[int, ...]
     """Rows for every rank."""
     received: tuple[int, ...]
@@ -29,12 +26,10 @@ class Route:
     @property
     def back(self) -> Route:
         name = f"the backward of {self.name.removeprefix('the backward of ')}"
-        return Route(name, self.group, self.config, self.received, self.sent)
+        return Route(name, self.ranks, self.received, self.sent)
 
     def send(self, x: Tensor) -> Tensor:
-        transport = GroupTopology.of(self.group, x.device, self.config).topology.transport
-        team = comm.Team.flat(self.group, transport=transport, timeout_s=self.config.timeout_s)
-        return comm.start_all_to_all_v(list(x.split(self.sent)), self.received, team).wait()
+        return comm.start_all_to_all_v(list(x.split(self.sent)), self.received, self.ranks.everyone).wait()
 
 
 def exchange(x: Tensor, route: Route) -> Tensor:
@@ -42,7 +37,7 @@ def exchange(x: Tensor, route: Route) -> Tensor:
 
     Collective; so are its derivatives.
     """
-    return x if comm.group_size(route.group) == 1 else Exchange.apply(x, route, None)
+    return x if route.ranks.size == 1 else Exchange.apply(x, route, None)
 
 
 class Exchange(torch.autograd.Function):
@@ -53,14 +48,14 @@ class Exchange(torch.autograd.Function):
     def forward(x: Tensor, route: Route, after: int | None):
         if after is None:
             return route.send(x)
-        with comm.collective_call(route.name, route.group, route.config) as call:
+        with route.ranks.call(route.name) as call:
             call.start(after)
             return route.send(x)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         _, ctx.route, ctx.after = inputs
-        ctx.stamp = comm.call_stamp(ctx.route.group)
+        ctx.stamp = comm.call_stamp(ctx.route.ranks.group)
 
     @staticmethod
     @comm.derivative

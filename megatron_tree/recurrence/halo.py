@@ -51,12 +51,13 @@ def tree_halo(
         of this rank's segments: their sum over the ranks is the whole.
     Raises: ``ValueError`` on every rank for shapes that don't fit, or calls that differ between ranks.
     """
-    (layout,) = layouts_of(layout, cp_group, config, "tree_halo", x=x)
-    with comm.collective_call("tree_halo", cp_group, config, differentiable=True) as call:
+    ranks = comm.Ranks.of(cp_group, x.device, config)
+    (layout,) = layouts_of(layout, ranks, "tree_halo", x=x)
+    with ranks.call("tree_halo", differentiable=True) as call:
         count = check_positive("count", count)
         if x.dim() < 2:
             raise ValueError(f"x must be [b, s_local, ...], got {list(x.shape)}")
-        chains = Chains.of(x, "x", cp_group, layout)
+        chains = Chains.of(x, "x", ranks, layout)
         chains.check_sequence(before=before, return_final=return_final)
         outer = (x.shape[0], count, *x.shape[2:])
         if before is not None and tuple(before.shape) != outer:
@@ -72,8 +73,8 @@ def tree_halo(
             goes_backward=goes_backward(x, before),
             config=config,
         )
-        plan = halo_plan(chains, comm.group_rank(cp_group), count, return_final)
-        return _halo(x, before, plan, Route("tree_halo", cp_group, config, plan.sent, plan.received))
+        plan = halo_plan(chains, ranks.rank, count, return_final)
+        return _halo(x, before, plan, Route("tree_halo", ranks, plan.sent, plan.received))
 
 
 @comm.public_call
@@ -101,10 +102,11 @@ def tree_convolution(
         `tree_halo`).
     Raises: as `tree_halo`.
     """
-    (layout,) = layouts_of(layout, cp_group, config, "tree_convolution", x=x)
+    ranks = comm.Ranks.of(cp_group, x.device, config)
+    (layout,) = layouts_of(layout, ranks, "tree_convolution", x=x)
     options = dict(cp_group=cp_group, layout=layout, config=config)
     halos, final = tree_halo(x, count, before=before, return_final=return_final, **options)
-    segments = Chains.of(x, "x", cp_group, layout).segments[comm.group_rank(cp_group)]
+    segments = Chains.of(x, "x", ranks, layout).segments[ranks.rank]
     rows = [part for i, s in enumerate(segments) for part in (halos[:, i], x[:, s.row : s.row + s.length])]
     out = kernel(torch.cat(rows or [x.new_zeros(len(x), 1, *x.shape[2:])], 1))
     ends = list(accumulate(count + s.length for s in segments))

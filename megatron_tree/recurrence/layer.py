@@ -75,16 +75,17 @@ def tree_recurrence(
     Raises: ``ValueError`` on every rank for shapes that don't fit, or calls that differ between ranks.
     Source: docs/recurrent.md; any kernel of the form of `chunk_gated_delta_rule` (flash-linear-attention).
     """
-    (layout,) = layouts_of(layout, cp_group, config, "tree_recurrence", v=v)
-    with comm.collective_call("tree_recurrence", cp_group, config, differentiable=True) as call:
+    ranks = comm.Ranks.of(cp_group, v.device, config)
+    (layout,) = layouts_of(layout, ranks, "tree_recurrence", v=v)
+    with ranks.call("tree_recurrence", differentiable=True) as call:
         _check(inputs, v, decay)
         d = check_positive("head_dim", head_dim)
-        chains = Chains.of(v, "v", cp_group, layout)
+        chains = Chains.of(v, "v", ranks, layout)
         b, _, h, d_v = v.shape
         update = torch.empty(0, b, h, d, d_v, dtype=state_dtype(v.dtype), device=v.device)
         shape = (d, d) if decay is None else tuple(decay.log_decay.shape[3:])
         maps = AffineMaps(d, d_v, shape)
-        scan = Scan.checked(chains, maps, update, initial_state, return_final_state, schedule, cp_group, config)
+        scan = Scan.checked(chains, maps, update, initial_state, return_final_state, schedule, ranks)
         given = v, *inputs, initial_state, *(decay or ())
         call.agree(
             layout=layout,
@@ -118,7 +119,7 @@ class _Layer:
         self.dtype = state_dtype(v.dtype)
 
     def run(self, scan: Scan, initial_state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        rank = comm.group_rank(scan.group)
+        rank = scan.ranks.rank
         segments, linked = scan.chains.segments[rank], scan.chains.linked[rank]
         alone = [i for i in range(len(segments)) if i not in set(linked)]
         outs = {i: out for i, (out,) in each(segments, alone, self._outputs)}

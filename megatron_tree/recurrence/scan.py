@@ -10,7 +10,6 @@ from torch import Tensor
 from .. import comm
 from ..attention.autograd import goes_backward
 from ..attention.derivatives import has_tangents
-from ..attention.topology import GroupTopology
 from ..config import TreeConfig, check_choice
 from ..layout import Layout, check_layout
 from ..merge import AffineMaps
@@ -57,9 +56,10 @@ def tree_scan(
     Raises: ``ValueError`` on every rank for shapes or dtypes that don't fit, or calls that differ between ranks.
     Source: scan of the affine maps of linear recurrences (Blelloch 1990; Martin and Cundy, arXiv 1709.04057).
     """
-    with comm.collective_call("tree_scan", cp_group, config, differentiable=True) as call:
+    ranks = comm.Ranks.of(cp_group, update.device, config)
+    with ranks.call("tree_scan", differentiable=True) as call:
         _check_maps(transition, update)
-        world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
+        world, rank = ranks.size, ranks.rank
         chains = _chains(check_layout(layout, world), world)
         if len(chains.segments[rank]) != update.shape[0]:
             raise ValueError(
@@ -67,7 +67,7 @@ def tree_scan(
                 f"{len(chains.segments[rank])}"
             )
         maps = AffineMaps(*update.shape[3:], tuple(transition.shape[3:]))
-        scan = Scan.checked(chains, maps, update, initial_state, return_final_state, schedule, cp_group, config)
+        scan = Scan.checked(chains, maps, update, initial_state, return_final_state, schedule, ranks)
         given = transition, update, initial_state
         call.agree(layout=layout, tangents=has_tangents(*given), goes_backward=goes_backward(*given), **scan.agreed)
         linked = torch.tensor(chains.linked[rank], dtype=torch.int64, device=update.device)
@@ -109,9 +109,7 @@ class Scan:
     ends: bool
     """Whether the final state is asked for."""
     schedule: str
-    net: GroupTopology
-    group: object
-    config: TreeConfig
+    ranks: comm.Ranks
 
     @classmethod
     def checked(
@@ -122,8 +120,7 @@ class Scan:
         initial_state: Tensor | None,
         ends: bool,
         schedule: str,
-        group,
-        config: TreeConfig,
+        ranks: comm.Ranks,
     ) -> Scan:
         """update: U, or a tensor with its shape [..., b, h, d, d_v], dtype and device."""
         check_choice("schedule", schedule, SCHEDULES)
@@ -131,8 +128,8 @@ class Scan:
         shape = tuple(update.shape[-4:])
         if initial_state is not None and tuple(initial_state.shape) != shape:
             raise ValueError(f"initial_state must be [b, h, d, d_v] = {list(shape)}, got {list(initial_state.shape)}")
-        begins, batch, net = initial_state is not None, shape[:2], GroupTopology.of(group, update.device, config)
-        fields = dict(batch=batch, begins=begins, ends=ends, schedule=schedule, net=net, group=group, config=config)
+        begins = initial_state is not None
+        fields = dict(batch=shape[:2], begins=begins, ends=ends, schedule=schedule, ranks=ranks)
         return cls(chains=chains, maps=maps, **fields)
 
     @property
@@ -144,8 +141,8 @@ class Scan:
             initial_state=self.begins,
             return_final_state=self.ends,
             schedule=self.schedule,
-            config=self.config,
-            topology=self.net.fingerprint,
+            config=self.ranks.config,
+            topology=self.ranks.fingerprint,
         )
 
     def run(
@@ -155,7 +152,7 @@ class Scan:
 
         others: what the maps are made of, also on ranks without one.
         """
-        rank, rows = comm.group_rank(self.group), self.batch[0] * self.batch[1]
+        rank, rows = self.ranks.rank, self.batch[0] * self.batch[1]
         begin = update.new_zeros(rows, self.maps.state_numbers)
         if initial_state is not None:
             begin = initial_state.to(update.dtype).reshape(begin.shape)
@@ -184,29 +181,29 @@ class Scan:
     def _planned(self, update: Tensor) -> str:
         if self.schedule != "auto":
             return self.schedule
-        net = self.net.placed(self.group, update.device, self.config)
+        network = self.ranks.network
         return plan_scan(
-            comm.group_size(self.group),
+            self.ranks.size,
             segments=max(map(len, self.chains.linked)),
             rows=self.batch[0] * self.batch[1],
             map_numbers=self.maps.transition_numbers,
             state_numbers=self.maps.state_numbers,
             with_final=self.ends,
             bytes_per_word=update.element_size(),
-            topology=net.topology,
-            placement=net.placement,
+            topology=network.topology,
+            placement=network.placement,
         )
 
     def _bounds(self, rows: int, gathers: bool) -> list[tuple[int, int]]:
         """The rows of b * h, first to before the last, that every rank scans."""
-        world = comm.group_size(self.group)
+        world = self.ranks.size
         if gathers:
             return [(0, rows)] * world
         return [(rows * r // world, rows * (r + 1) // world) for r in range(world)]
 
     def _send_maps(self, packed: Tensor, bounds, given: Tensor) -> tuple[Tensor, dict[Place, Tensor]]:
         """packed [rows, segments, numbers] of this rank -> what arrived: all maps of the rows that this rank scans."""
-        rank = comm.group_rank(self.group)
+        rank = self.ranks.rank
         packed = packed[:, [self.chains.linked[rank].index(i) for i in self._sent[rank]]]
         first, last = bounds[rank]
         sizes = [(last - first, len(x)) for x in self._sent]
@@ -228,7 +225,7 @@ class Scan:
     def _send_states(self, states: dict[Place, Tensor], final: Tensor | None, begin: Tensor, bounds, *others: Tensor):
         """What this rank has scanned, to the ranks whose segments begin with it -> what arrived, and as `_prefixes` for
         all rows."""
-        rank = comm.group_rank(self.group)
+        rank = self.ranks.rank
         wanted = [[(r, i) for i in numbers] for r, numbers in enumerate(self.chains.after_others)]
         ends = [] if final is None else [final]
         none = begin.new_zeros(len(begin), 0, begin.shape[1])
@@ -243,8 +240,7 @@ class Scan:
         known."""
         route = Route(
             "tree_scan",
-            self.group,
-            self.config,
+            self.ranks,
             sent=tuple(len(x) * x.shape[1] for x in parts),
             received=tuple(rows * n for rows, n in sizes),
         )

@@ -35,24 +35,24 @@ def _run(args: Namespace, params: SamplingParams, ready: Started) -> None:
     conversation = ready.conversation()
     if ready.rank != 0:
         try:
-            share_check(None, ready.group)  # the input is open
+            share_check(None, ready.ranks)  # the input is open
         except ValueError as error:
             raise NoInput(str(error)) from None
-        follow(conversation, params, ready.group)
+        follow(conversation, params, ready.ranks)
         return
     lines: list[Lines] = []
-    share_check(lambda: lines.append(open_input(args.input)), ready.group)
+    share_check(lambda: lines.append(open_input(args.input)), ready.ranks)
     try:
         transcript = Transcript(ready.tokenizer, ready.end_tokens, args.system)
-        Chat(conversation, transcript, params, lines[0], lambda plan: share(plan, ready.group)).run()
+        Chat(conversation, transcript, params, lines[0], lambda plan: share(plan, ready.ranks)).run()
     finally:
         lines[0].close()
 
 
-def follow(conversation: Conversation, params: SamplingParams, group) -> None:
+def follow(conversation: Conversation, params: SamplingParams, ranks: comm.Ranks) -> None:
     """The other ranks: do what rank 0 announces, until it quits."""
     while True:
-        match share(None, group):
+        match share(None, ranks):
             case ["answer", prompt, max_tokens]:
                 conversation.answer(prompt, params.with_options({"max_tokens": max_tokens}))
             case ["reset"]:

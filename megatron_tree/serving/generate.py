@@ -66,7 +66,7 @@ def _run_file(args: Namespace, ready: Started) -> None:
             print(f"speculation: {speculation_text(scheduler.speculated)}", flush=True)
     if result.failed:
         raise BatchError(f"{result.failed} prompts have no answer: the same command tries them again")
-    dist.barrier(group=ready.group)
+    dist.barrier(group=ready.ranks.group)
 
 
 def _prompt(args: Namespace, tokenizer, config) -> tuple[torch.Tensor, dict | None]:
@@ -115,7 +115,7 @@ def _run_one(args: Namespace, ready: Started) -> None:
     figures, cache = time_figures(result), conversation.runner.cache
     local = {"rank": rank, "cached_tokens": cache.num_local_tokens, "cache_bytes": cache.nbytes}
     local |= {"weight_bytes": engine.weight_bytes, "prefill_s": result.prefill_s}
-    figures["ranks"] = share_all(local, ready.group)
+    figures["ranks"] = share_all(local, ready.ranks)
     if rank == 0:
         if args.num_speculative_tokens:
             figures["speculation"] = conversation.speculated._asdict()
@@ -130,12 +130,12 @@ def _run_one(args: Namespace, ready: Started) -> None:
     if rank == 0 and args.json:
         with whole_file(Path(args.json)) as part:
             part.write_text(json.dumps(figures, indent=2) + "\n")
-    dist.barrier(group=ready.group)
+    dist.barrier(group=ready.ranks.group)
 
 
 def _check(args: Namespace, ready: Started, result: Answer, figures: dict) -> None:
     """Compare with the plain model, which rank 0 runs on all cores while the others wait for its verdict."""
-    verdict, limit = None, 3600.0 * WAIT_HOURS
+    verdict, ranks = None, comm.Ranks.of(ready.ranks.group, limit_s=3600.0 * WAIT_HOURS)
     if ready.rank == 0:
         attention, engine = ready.engine.plain_attention, ready.engine
         print(f"\ncheck: the plain model on rank 0 (attn_implementation={attention!r}) ...", flush=True)
@@ -155,9 +155,9 @@ def _check(args: Namespace, ready: Started, result: Answer, figures: dict) -> No
             torch.set_num_threads(threads)
             verdict = _compare(result, tokens[0], logits, ready.tokenizer, figures, time.perf_counter() - begun)
         except Exception as error:
-            share(f"the plain model failed: {error}", ready.group, timeout_s=limit)
+            share(f"the plain model failed: {error}", ranks)
             raise
-    verdict = share(verdict, ready.group, timeout_s=limit)
+    verdict = share(verdict, ranks)
     if verdict is not None:
         raise CheckError(verdict)
 

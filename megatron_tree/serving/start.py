@@ -37,8 +37,8 @@ class Started(NamedTuple):
 
     rank: int
     device: torch.device
-    group: Any
-    """All ranks, over gloo: for messages, and for waiting without keeping a GPU busy."""
+    ranks: comm.Ranks
+    """All of them, over gloo: for messages, and for waiting without keeping a GPU busy."""
     folder: Path
     tokenizer: Any
     engine: Any
@@ -47,20 +47,18 @@ class Started(NamedTuple):
     """The model's end tokens, or the tokenizer's where the model names none."""
     prepared: Any
     """What `prepare` returned."""
-    timeout_s: float
-    """Of one collective."""
     num_drafted: int
     """Tokens drafted in a step, at most."""
 
     def scheduler(self, runner, *, max_rows: int, max_waiting: int, keep_bytes: int = 0) -> Scheduler:
         """A scheduler of a runner of the engine."""
-        options = {"end_tokens": self.end_tokens, "plan_group": self.group, "timeout_s": self.timeout_s}
+        options = {"end_tokens": self.end_tokens, "plan_group": self.ranks.group, "timeout_s": self.ranks.timeout_s}
         options |= {"keep_bytes": keep_bytes, "speculation": self._speculation(runner)}
         return Scheduler(runner, self.tokenizer, max_rows=max_rows, max_waiting=max_waiting, **options)
 
     def conversation(self) -> Conversation:
         """A conversation over a new cache."""
-        options = {"end_tokens": self.end_tokens, "group": self.group, "timeout_s": self.timeout_s}
+        options = {"end_tokens": self.end_tokens, "group": self.ranks.group, "timeout_s": self.ranks.timeout_s}
         runner = self.engine.new_runner()
         return Conversation(runner, self.tokenizer, speculation=self._speculation(runner), **options)
 
@@ -88,14 +86,14 @@ def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
 
 
 def _start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
-    timeout_s = 60 * args.distributed_timeout_minutes
-    tree_config = replace(default_config(), timeout_s=timeout_s)
-    device = tree_deepspeed.init_distributed(timeout_s=timeout_s)
+    tree_config = replace(default_config(), timeout_s=60 * args.distributed_timeout_minutes)
+    device = tree_deepspeed.init_distributed(timeout_s=tree_config.timeout_s)
     rank, world = dist.get_rank(), dist.get_world_size()
     group = dist.new_group(backend="gloo", timeout=timedelta(hours=WAIT_HOURS))
+    ranks = comm.Ranks.of(group, config=tree_config)
     models.hide_progress_bars()
     begun = time.perf_counter()
-    with together(args, group, timeout_s=timeout_s):
+    with together(args, ranks):
         if args.cuda_graphs:
             check_cuda_graphs(device_type=device.type, schedule="auto", config=tree_config)
         folder = models.model_folder(args.model)
@@ -116,7 +114,7 @@ def _start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
             tree_config=tree_config,
             cuda_graphs=args.cuda_graphs,
         )
-        comm.all_reduce(torch.zeros(1), group, timeout_s=timeout_s)  # all are here, or the missing ones are named
+        ranks.reduce(torch.zeros(1))  # all are here, or the missing ones are named
     if rank == 0:
         cache = "" if args.cache_dtype == "auto" else f" in {args.cache_dtype}"
         shared = f"the cache{cache} over {engine.sp_size}, the weights over {engine.tp_size}"
@@ -130,5 +128,4 @@ def _start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
     end = engine.module.generation_config.eos_token_id
     end = tokenizer.eos_token_id if end is None else end
     ends = () if end is None else (end,) if isinstance(end, int) else tuple(end)
-    return Started(rank, device, group, folder, tokenizer, engine, dtype, ends, prepared, timeout_s,
-                   args.num_speculative_tokens)  # fmt: skip
+    return Started(rank, device, ranks, folder, tokenizer, engine, dtype, ends, prepared, args.num_speculative_tokens)

@@ -13,6 +13,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import CheckpointException
 
+from ..comm import Ranks
 from ..comm.wire import share_check
 from ..files import writing
 from ..integrations.megatron.compat import loading_torch_adam, no_manager_process
@@ -155,4 +156,4 @@ def _compare(saved: dict[str, Any], args: argparse.Namespace, names: Iterable[st
 
 def _on_first_rank(action: Callable[[], Any], args: argparse.Namespace) -> Any:
     """Run `action` on rank 0; all ranks return its result, a JSON value, or raise its error."""
-    return share_check(action, dist.group.WORLD, timeout_s=60 * args.distributed_timeout_minutes)
+    return share_check(action, Ranks.of(dist.group.WORLD, limit_s=60 * args.distributed_timeout_minutes))

@@ -196,10 +196,11 @@ def _loss_func(loss_mask: Tensor, losses: Tensor):
 
 def _open_text(args: argparse.Namespace) -> tuple[PackedText, str]:
     """The training text and its digest, which is the same on all ranks."""
-    with together(args, dist.group.WORLD, timeout_s=60 * args.distributed_timeout_minutes):
+    ranks = comm.Ranks.of(dist.group.WORLD, limit_s=60 * args.distributed_timeout_minutes)
+    with together(args, ranks):
         sizes = {"seq_length": args.seq_length, "seed": args.seed}
         text = load_text(args.data_path, **sizes, tokenizer_model=args.tokenizer_model)
-    digests = share_all(text.digest(), dist.group.WORLD)
+    digests = share_all(text.digest(), ranks)
     if differing := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise ValueError(
             f"the training data on ranks {differing} are not those on rank 0: give all the same data_path (without it, "

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from support.bound import bound
 from support.ranks import run_distributed
 
 pytest.importorskip("transformers")
 
 from megatron_tree.cache import files as cache_files
 from megatron_tree.cache.files import load_rows, model_fingerprint, save_rows
-from megatron_tree.comm import neighbours
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.generation import generate
 from megatron_tree.integrations.transformers.runner import Runner
@@ -92,10 +92,11 @@ def _of_head_groups(rank, world, folder, save):
     model = tiny_model("llama")
     fingerprint, layout = model_fingerprint(model), plan_layout(model, world, rank)
     model.set_attn_implementation("tree")
-    split_model(model, layout, dist.group.WORLD, timeout_s=60.0)
+    ranks = bound(timeout_s=60.0)
+    split_model(model, layout, ranks)
     cache = TreeCache(
         model.config,
-        cp_group=neighbours(dist.group.WORLD, layout.heads.size, timeout_s=60.0),
+        cp_group=ranks.neighbours(layout.heads.size),
         head_shares=layout.heads.shares,
         weights_group=dist.group.WORLD,
         page_size=4 if save else 3,

@@ -230,7 +230,7 @@ def _refused_on_ranks(rank, world):
         with pytest.raises(ValueError, match="collectives of gloo can't be captured"):
             check_runner(_runner(**{name: dist.group.WORLD}))
     with pytest.raises(CommError, match="a decode step among ranks .*timed out after 0.2 s") as caught:
-        comm.wait_until(lambda: False, "a decode step", dist.group.WORLD, 0.2)
+        comm.wait_until(lambda: False, "a decode step", comm.Ranks.of(dist.group.WORLD, limit_s=0.2))
     return str(caught.value)
 
 

@@ -29,7 +29,7 @@ def _results(group, transport):
     out.square().mean().backward()
     with torch.no_grad():
         token = tree_decode(torch.ones(1, 1, 4, 8), k, v, cp_group=group, config=config)
-    return [out.detach(), token, *(x.grad for x in (q, k, v)), comm.all_reduce(torch.ones(1), group)]
+    return [out.detach(), token, *(x.grad for x in (q, k, v)), comm.Ranks.of(group).reduce(torch.ones(1))]
 
 
 def _fail(rank):
@@ -44,15 +44,15 @@ def _run(rank, world, name):
     with as_launched():
         STARTS[name](world)
         group = dist.group.WORLD
-        assert comm.backend(group, CPU) == "gloo"
+        assert comm.Ranks.of(group, CPU).backend == "gloo"
         for transport, wanted in expected.items():
             for a, b in zip(_results(group, transport), wanted, strict=True):
                 torch.testing.assert_close(a, b)
-        assert share_all(rank, group) == list(range(world))
-        assert comm.measured_links(group, CPU, timeout_s=30.0).inside.seconds > 0
+        assert share_all(rank, comm.Ranks.of(group)) == list(range(world))
+        assert comm.measured_links(comm.Ranks.of(group, CPU, limit_s=30.0)).inside.seconds > 0
         other = torch.device("cuda" if "cuda" not in GroupState.of(group).backends else "xpu")
         with pytest.raises(ValueError, match=f"no backend of this group carries tensors on {other.type}, only gloo"):
-            comm.backend(group, other)
+            _ = comm.Ranks.of(group, other).backend
     with pytest.raises(MemoryError if rank == 1 else CommError, match="none is left"):
         _fail(rank)
 

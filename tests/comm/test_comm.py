@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import CommError, comm
+from megatron_tree import CommError, TreeConfig, comm
 from megatron_tree.comm import work
 from megatron_tree.comm.group import GroupState
 from megatron_tree.kernels import merge_packed
+from support.bound import bound
 from support.ranks import largest, run_distributed
 from support.rounding import error, rounding
 
@@ -29,7 +30,7 @@ def _work_of_a_team(rank, world, outer, inner, transport, seed):
     """Gathers and a reduce-scatter, three of them under way at a time; ranks of the team in any order."""
     order = torch.randperm(world, generator=torch.Generator().manual_seed(seed)).tolist()
     ranks = tuple(tuple(order[o * inner + i] for o in range(outer)) for i in range(inner))
-    team = comm.Team(dist.group.WORLD, ranks, transport, 20.0, ("test", seed))
+    team = comm.Team(bound(transport=transport), ranks, ("test", seed))
     x = torch.full((3, 2), float(rank))
     shares = torch.tensor([100.0 * r + rank for r in team.order]).repeat_interleave(3)[:, None].expand(-1, 2)
     with comm.record() as log:
@@ -69,11 +70,11 @@ def _every_reduction(rank, world, transport):
         cases += [("two_level", block, across) for block in blocks for across in ("direct", "butterfly")]
         for schedule, block, across in cases:
             order = tuple(torch.randperm(world, generator=g).tolist())
-            options = dict(transport=transport, timeout_s=20.0, order=order, block=block, across=across)
-            reduction = comm.prepare_reduction(
-                (2, 3, 5), torch.float32, CPU, dist.group.WORLD, schedule, **options
+            options = dict(schedule=schedule, order=order, block=block, across=across)
+            merge = comm.Reduction(
+                ranks=bound(transport=transport), shape=(2, 3, 5), dtype=torch.float32, **options
             ).start()
-            out = reduction.finish(parts[rank])
+            out = merge(parts[rank])
             worst = largest((worst, error(out, truth)))
             everyone = [torch.empty_like(out) for _ in range(world)]
             dist.all_gather(everyone, out.contiguous())
@@ -94,7 +95,7 @@ def _over_the_host(rank, world):
     work._on_host = lambda x: False
     dist.batch_isend_irecv = lambda ops: given.extend(op.tensor for op in ops) or start(ops)
     try:
-        found = comm.start_shift(mine, theirs, dist.group.WORLD, (0, 1), timeout_s=20.0).wait()
+        found = comm.start_shift(mine, theirs, (0, 1), bound()).wait()
     finally:
         work._on_host, dist.batch_isend_irecv = on_host, start
     assert found is theirs and not any(x is theirs for x in given)
@@ -108,12 +109,12 @@ def test_messages_between_gpus_over_gloo():
 
 def _dropped(rank, world):
     """A reduction whose local attention failed on every rank leaves receives behind: later ones are not confused."""
-    options = dict(transport="direct", timeout_s=20.0)
+    options = dict(ranks=bound(transport="direct"), shape=(4, 5), dtype=torch.float32)
     for _ in range(20):
         for schedule in ("butterfly", "scatter", "allgather"):
-            comm.prepare_reduction((4, 5), torch.float32, CPU, dist.group.WORLD, schedule, **options).start()
-        reduction = comm.prepare_reduction((4, 5), torch.float32, CPU, dist.group.WORLD, "butterfly", **options).start()
-        out = reduction.finish(torch.full((4, 5), float(rank)))
+            comm.Reduction(schedule=schedule, **options).start()
+        merge = comm.Reduction(schedule="butterfly", **options).start()
+        out = merge(torch.full((4, 5), float(rank)))
     return out
 
 
@@ -127,7 +128,7 @@ def test_abandoned_receives_do_no_harm():
 def _silent_peer(rank, world, transport):
     if rank == 1:
         return None
-    team = comm.Team(dist.group.WORLD, ((0, 1),), transport, 1.0)
+    team = comm.Team(bound(transport=transport, timeout_s=1.0), ((0, 1),))
     with pytest.raises(CommError) as caught:
         comm.start_gather(torch.ones(2), team).wait()
     return str(caught.value)
@@ -145,7 +146,7 @@ def _broadcast(rank, world):
         for transport in ("auto", "direct", "builtin"):
             x = torch.arange(5.0) + 10 * rank
             with comm.record() as log:
-                comm.broadcast(x, dist.group.WORLD, src, transport=transport, timeout_s=20.0)
+                bound(transport=transport).broadcast(x, src)
             found.append((x.tolist(), src, transport, sum(sent.bytes for sent in log)))
     return found
 
@@ -160,11 +161,11 @@ def test_broadcasts(world):
 
 
 def _where(rank, world):
-    found = comm.hosts(dist.group.WORLD)
+    found = bound().hosts
     GroupState.of(dist.group.WORLD).hosts = None
     real, comm.machines._this_host = comm.machines._this_host, lambda: f"node{rank // 2}"
     try:
-        return found, comm.hosts(dist.new_group(range(world)))
+        return found, bound(dist.new_group(range(world))).hosts
     finally:
         comm.machines._this_host = real
 
@@ -175,12 +176,12 @@ def test_hosts_are_told_apart():
 
 
 def _transports(rank, world):
-    group = dist.group.WORLD
-    assert comm.resolve_transport(None, CPU) == comm.resolve_transport(group, CPU) == "direct"
-    assert comm.resolve_transport(group, CPU, "builtin") == "builtin"
-    assert comm.resolve_transport(group, torch.device("cuda")) == "builtin"
+    cuda = torch.device("cuda")
+    assert comm.Ranks.of(None, CPU).transport == bound().transport == "direct"
+    assert bound(transport="builtin").transport == "builtin"
+    assert comm.Ranks.of(dist.group.WORLD, cuda).transport == "builtin"
     with pytest.raises(ValueError, match="transport='direct' needs gloo and tensors on the CPU.*'builtin'"):
-        comm.resolve_transport(group, torch.device("cuda"), "direct")
+        _ = comm.Ranks.of(dist.group.WORLD, cuda, TreeConfig(transport="direct")).transport
     return True
 
 
@@ -194,16 +195,14 @@ def _local_shares(rank, world, transport, hosts):
     for rows in (3, 5000):
         for shares in ((1,) * world, (3, *[2] * (world - 2), 0)):
             parts = torch.randn(world, sum(shares), rows, 5, generator=torch.Generator().manual_seed(rows))
-            options, group = dict(transport=transport, timeout_s=20.0), dist.group.WORLD
-            reduction = comm.prepare_reduction(
-                parts.shape[1:], torch.float32, CPU, group, "local_share", shares=shares, **options
-            ).start()
-            own = reduction.finish(parts[rank])
+            ranks, options = bound(transport=transport), {"schedule": "local_share", "shares": shares}
+            options |= {"shape": tuple(parts.shape[1:]), "dtype": torch.float32}
+            own = comm.Reduction(ranks=ranks, **options).start()(parts[rank])
             assert torch.equal(own, merge_packed(parts).split(shares)[rank])
-            whole = comm.gather_rows(own.contiguous(), shares, group, **options)
+            whole = ranks.gather_rows(own.contiguous(), shares)
             assert torch.equal(whole, merge_packed(parts))
             if len(set(shares)) == 1:
-                assert torch.equal(comm.gather_sequence(own, group, **options), merge_packed(parts))
+                assert torch.equal(ranks.gather(own), merge_packed(parts))
     return True
 
 
@@ -224,7 +223,7 @@ def _sums(rank, world, hosts):
             for part in parts[1:]:
                 in_order = in_order + part
             before = parts[rank].clone()
-            total = comm.sum_over_ranks(parts[rank][:, None], dist.group.WORLD, timeout_s=20.0)
+            total = bound().sum(parts[rank][:, None])
             assert total.dtype == dtype and torch.equal(total[:, 0], in_order.to(dtype)), (dtype, size)
             assert torch.equal(parts[rank], before)
     return True
@@ -242,7 +241,7 @@ def _threads_of_former_groups(rank, world):
         group = dist.new_group(range(world))
         for inner, outer in ((1, 2), (2, 1)):
             ranks = tuple(tuple(2 * (rank // 2) + i + o for o in range(outer)) for i in range(inner))
-            team = comm.Team(group, ranks, "builtin", 20.0, ("row", inner, outer))
+            team = comm.Team(bound(group, transport="builtin"), ranks, ("row", inner, outer))
             x = torch.full((2,), float(rank))
             assert comm.start_gather(x, team).wait().tolist() == [r for r in team.order for _ in range(2)]
         inside = len(os.listdir("/proc/self/task"))

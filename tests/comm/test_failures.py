@@ -15,6 +15,7 @@ import torch.distributed as dist
 import megatron_tree
 from megatron_tree import CommError, TreeConfig, comm, tree_attn_func
 from megatron_tree.training.checkpoint_files import TRACKER
+from support.bound import bound
 from support.failing_ranks import (
     HOWS,
     IN_TIME,
@@ -188,7 +189,7 @@ def _half_of_a_message(rank, world, sender):
 
     store, x = dist.distributed_c10d._get_default_store(), torch.zeros(64 << 20)
     dist.barrier()
-    mail = Mail("a large message", dist.group.WORLD, range(world), 60.0)
+    mail = Mail("a large message", bound(timeout_s=60.0))
     if rank == 1:
         store.set("victim", str(os.getpid()))
     if rank == 2:
@@ -295,7 +296,7 @@ def _refused_by_all(rank, world):
             tree_attn_func(*(torch.ones(1, 4, 2, 8) for _ in "qkv"), cp_group=dist.group.WORLD, softmax_scale="big")
     if rank == 1:
         time.sleep(0.5)  # several looks at the news
-    return comm.broadcast(torch.tensor([float(rank + 1)]), dist.group.WORLD, 1).item()
+    return bound().broadcast(torch.tensor([float(rank + 1)]), 1).item()
 
 
 def test_what_all_refuse_does_no_harm():

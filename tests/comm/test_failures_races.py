@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_tree import CommError, TreeConfig, comm, tree_attn_func, unshard_sequence
 from megatron_tree.comm.health.watchdog import Watchdog
+from support.bound import bound
 from support.failing_ranks import IN_TIME, LIMIT, PATIENT, call, run_to_the_end, start_clock
 from support.ranks import run_distributed
 
@@ -23,7 +24,7 @@ def attend(config=PATIENT, group=None, **options):
 
 
 def agree(name, config=ALWAYS, **values):
-    with comm.collective_call(name, dist.group.WORLD, config) as call:
+    with comm.Ranks.of(dist.group.WORLD, config=config).call(name) as call:
         call.agree(**values)
 
 
@@ -187,14 +188,14 @@ def _in_two_groups(rank, world):
     config = TreeConfig(timeout_s=LIMIT, grid=(4, 1))
     for first in (PATIENT, config):
         attend(first)
-    comm.broadcast(torch.ones(1), plans, 0)
+    bound(plans).broadcast(torch.ones(1), 0)
     dist.barrier()
     start_clock()
     with comm.monitored("generation"):
         if rank == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 1:
-            comm.broadcast(torch.ones(1), plans, 3)
+            bound(plans, timeout_s=600.0).broadcast(torch.ones(1), 3)
         for _ in range(2):
             attend(config)
 

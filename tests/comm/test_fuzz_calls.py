@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import CommError, TreeConfig, comm, tree_attn_func, tree_decode, unshard_sequence
+from megatron_tree import CommError, TreeConfig, tree_attn_func, tree_decode, unshard_sequence
 from megatron_tree.comm import calls as comm_calls
+from support.bound import bound
 from support.ranks import run_distributed
 
 SEED = int(os.environ.get("TREE_FUZZ_SEED", "0"))
@@ -217,7 +218,7 @@ def test_a_rank_that_goes_on_after_its_error(transport):
 
 
 def _agree(name):
-    with comm.collective_call(name, dist.group.WORLD, TreeConfig(timeout_s=60.0)) as call:
+    with bound(timeout_s=60.0).call(name) as call:
         call.agree()
 
 
@@ -235,7 +236,7 @@ def _in_another_order(rank, world):
             _agree(name)
             time.sleep(0.01)
             if rank != 1 and done > 100:  # those that agree with the first rank hear of it where they wait
-                comm.broadcast(torch.ones(1), dist.group.WORLD, 1, timeout_s=60.0)
+                bound(timeout_s=60.0).broadcast(torch.ones(1), 1)
         except ValueError as error:
             return done, str(error)
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_tree import CommError, TreeConfig, comm, tree_attn_func, tree_decode
 from megatron_tree.comm.work import Mail
+from support.bound import bound
 from support.failing_ranks import IN_TIME
 from support.ranks import run_distributed
 
@@ -99,7 +100,7 @@ def _all_fail_behind_a_message(rank, world):
     """Rank 0 has its message, and fails, while rank 1 waits for its own; then they fail, too."""
     group, x = dist.group.WORLD, torch.ones(1)
     with contextlib.suppress(MemoryError), comm.in_step(group):
-        mail = Mail("a message", group, range(world), 60.0)
+        mail = Mail("a message", bound(timeout_s=60.0))
         if rank < 2:
             mail.wait(mail.receive(x, 2))
         else:
@@ -119,15 +120,16 @@ def test_nobody_is_told_who_does_not_wait_in_vain():
 def _waits_outside_of_calls(rank, world, transport):
     """Rank 1 fails where the others go on to a sum that is no call."""
     group, config = dist.group.WORLD, TreeConfig(transport=transport, timeout_s=60.0)
+    ranks = comm.Ranks.of(group, config=config)
     _train(0, rank, group, config)
-    comm.sum_over_ranks(torch.ones(2), group, transport=transport, timeout_s=60.0)
+    ranks.sum(torch.ones(2))
 
     def step():
         with comm.in_step(group):
-            comm.sum_over_ranks(torch.ones(2), group, transport=transport, timeout_s=60.0)
+            ranks.sum(torch.ones(2))
             if rank == 1:
                 raise MemoryError("no room")
-            comm.sum_over_ranks(torch.ones(2), group, transport=transport, timeout_s=60.0)
+            ranks.sum(torch.ones(2))
 
     return attempt(step), attempt(lambda: _train(1, rank, group, config))
 

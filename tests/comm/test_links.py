@@ -9,9 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import TreeConfig, tree_attn_func, tree_decode
-from megatron_tree.attention import topology
-from megatron_tree.attention.topology import GroupTopology
-from megatron_tree.comm import links
+from megatron_tree.comm import Ranks, links
 from megatron_tree.comm.group import GroupState
 from megatron_tree.emulate import Cluster
 from megatron_tree.log import say_once
@@ -52,7 +50,7 @@ def _on_cluster():
     with _shifts() as shifts:
         _call(TUNED)
     seconds = time.monotonic() - began
-    return GroupTopology.of(dist.group.WORLD, CPU, TUNED).topology, sum(shifts), seconds
+    return Ranks.of(dist.group.WORLD, CPU, TUNED).network.topology, sum(shifts), seconds
 
 
 @pytest.mark.alone
@@ -73,7 +71,7 @@ def _whoever_asks(rank, world):
     """How often a call measures, with which result, on two hosts that hold two ranks and one."""
     GroupState.of(dist.group.WORLD).hosts = ("a", "a", "b")
     counts, lines = [], []
-    topology.say_once = lines.append
+    links.say_once = lines.append
     for config in (
         TreeConfig(tune=False),
         TreeConfig(tune=True, deterministic=True),
@@ -88,9 +86,9 @@ def _whoever_asks(rank, world):
     with _shifts() as shifts:
         q, (k, v) = torch.ones(1, 1, 2, 16), torch.randn(2, 1, 8, 2, 16)
         tree_decode(q, k, v, cp_group=dist.group.WORLD, config=TUNED)
-    topology.say_once = say_once
+    links.say_once = say_once
     assert not shifts
-    nets = [GroupTopology.of(dist.group.WORLD, CPU, x).topology for x in (TUNED, TreeConfig(tune=False))]
+    nets = [Ranks.of(dist.group.WORLD, CPU, x).network.topology for x in (TUNED, TreeConfig(tune=False))]
     return counts, nets, lines
 
 
@@ -148,7 +146,7 @@ def _queued(rank, world):
     """Messages as with NCCL, whose receives are not posted early, through gloo."""
     torch.cuda.Event, event = _Event, torch.cuda.Event
     try:
-        rings = links._Rings(dist.group.WORLD, CPU, 30.0)
+        rings = links._Rings(Ranks.of(dist.group.WORLD, CPU, limit_s=30.0))
         rings._early = False
         mine = [rings.shift([ring], 1 << 12, links.FEW) for ring in ((0, 1, 2), (2, 0))]
         return mine, rings.slowest(mine)

@@ -14,6 +14,7 @@ from megatron_tree.bench.step_runner import SmallRunner
 from megatron_tree.comm import shared, wire
 from megatron_tree.comm.group import GroupState
 from megatron_tree.energy import merge_by_energy
+from support.bound import bound
 from support.failing_ranks import IN_TIME, LIMIT, die, run_to_the_end, start_clock
 from support.ranks import run_distributed
 from support.rounding import error, rounding
@@ -23,11 +24,11 @@ LARGE = shared.CAPACITY // 4 + 4001  # fp32 elements of more than a slot
 
 
 def _both(run, x, allowed=0.0):
-    """run(x, group, transport=...) through shared memory and in messages: the same bits, and what each records."""
+    """run(ranks, x) through shared memory and in messages: the same bits, and what each records."""
     with comm.record() as in_memory:
-        out = run(x, dist.group.WORLD, transport="shm", timeout_s=20.0)
+        out = run(bound(transport="shm"), x)
     with comm.record() as messages:
-        expected = run(x, dist.group.WORLD, transport="direct", timeout_s=20.0)
+        expected = run(bound(transport="direct"), x)
     assert out.dtype == expected.dtype and out.shape == expected.shape
     assert torch.equal(out, expected) if not allowed else error(out, expected) <= allowed
     assert all(sent.op.startswith("shared ") for sent in in_memory) and in_memory
@@ -35,43 +36,43 @@ def _both(run, x, allowed=0.0):
     return in_memory
 
 
-def _reduced(schedule, state, group, **options):
+def _reduced(schedule, ranks, state):
     shares = (2, *[1] * (len(state) - 2), 0)
-    reducer = comm.prepare_reduction(state.shape, state.dtype, CPU, group, schedule, shares=shares, **options)
-    return reducer.start().finish(state)
+    options = dict(schedule=schedule, shape=tuple(state.shape), dtype=state.dtype, shares=shares)
+    return comm.Reduction(ranks=ranks, in_memory=True, **options).start()(state)
 
 
 def _same_bits(rank, world):
-    group, options = dist.group.WORLD, {"timeout_s": 20.0}
-    assert comm.resolve_shared(group, CPU, "auto", **options) == "shm"
+    ranks = bound()
+    assert ranks.memory is not None
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float16):
         for size in (1, 7, 5000, LARGE):
             x = torch.randn(size, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
             before = x.clone()
-            _both(comm.sum_over_ranks, x)
+            _both(comm.Ranks.sum, x)
             assert torch.equal(x, before)
     for shape in ((1,), (3, 5), (5, 0), (2, LARGE)):
         x = torch.randn(shape, generator=torch.Generator().manual_seed(rank))
-        log = _both(comm.gather_sequence, x)
+        log = _both(comm.Ranks.gather, x)
         assert [sent.bytes for sent in log] == [x.nbytes]
         counts = (1, *range(world - 1))
         own = x[:1].expand(counts[rank], *x.shape[1:]).contiguous()
-        log = _both(lambda x, group, counts=counts, **options: comm.gather_rows(x, counts, group, **options), own)
+        log = _both(lambda ranks, x, counts=counts: ranks.gather_rows(x, counts), own)
         assert [sent.bytes for sent in log] == [counts[rank] * x[:1].nbytes]
     for rows in (1, 4, 4000):
         state = torch.randn(world, rows, 33, generator=torch.Generator().manual_seed(rank))
         for schedule in ("allgather", "scatter", "local_share"):  # states are merged by other code, equal on all ranks
             _both(functools.partial(_reduced, schedule), state, allowed=rounding(world))
             _both(functools.partial(_reduced, schedule), state.double())
-            merged = _reduced(schedule, state, group, transport="shm", **options)
+            merged = _reduced(schedule, bound(transport="shm"), state)
             if schedule != "local_share":
-                everyone = comm.gather_sequence(merged[None], group, **options)
+                everyone = ranks.gather(merged[None])
                 assert all(torch.equal(merged, other) for other in everyone)
     x = torch.full((LARGE,), float(rank))
-    comm.broadcast(x, group, world - 1, **options)
+    ranks.broadcast(x, world - 1)
     assert (x == world - 1).all()
     nan = torch.tensor([float("nan"), float("inf")]).bfloat16()
-    assert comm.sum_over_ranks(nan, group, **options).isnan().tolist() == [True, False]
+    assert ranks.sum(nan).isnan().tolist() == [True, False]
     return True
 
 
@@ -95,18 +96,19 @@ def test_the_same_bits_as_messages(world):
 def _many_in_disorder(rank, world):
     """Rounds in two groups whose ranks come at very different times; a wrong slot would show."""
     groups = [dist.group.WORLD, dist.new_group(range(world))]
+    both = [bound(group) for group in groups]
     late = torch.Generator().manual_seed(rank)
     for i in range(300):
         if torch.rand((), generator=late) < 0.02:
             time.sleep(0.005)
-        group, x = groups[i % 2], torch.tensor([float(i + rank)])
+        ranks, x = both[i % 2], torch.tensor([float(i + rank)])
         if i % 3 == 0:
-            comm.broadcast(x, group, i % world, timeout_s=20.0)
+            ranks.broadcast(x, i % world)
             assert x.item() == i + i % world
         else:
-            whole = comm.gather_sequence(x, group, timeout_s=20.0)
+            whole = ranks.gather(x)
             assert whole.tolist() == [float(i + r) for r in range(world)]
-    assert shared.shared(groups[0]) is not shared.shared(groups[1])
+    assert both[0].memory is not both[1].memory
     return True
 
 
@@ -126,8 +128,8 @@ def _refused(rank, world, what):
     elif what == "hosts":
         GroupState.of(group).hosts = ("a", "b", "b")
     try:
-        assert comm.resolve_shared(group, CPU, "auto", timeout_s=20.0) == "direct"
-        assert comm.sum_over_ranks(torch.ones(3), group, timeout_s=20.0).tolist() == [world] * 3
+        assert bound().memory is None and bound().transport == "direct"
+        assert bound().sum(torch.ones(3)).tolist() == [world] * 3
         q, k = torch.ones(1, 1, 2, 8), torch.ones(1, 3, 2, 8)
         tree_decode(q, k, k, cp_group=group)
         with pytest.raises(ValueError, match="transport='shm' can't be had") as caught:
@@ -162,16 +164,16 @@ def test_all_ranks_do_without_it_if_one_can_not(what, words):
 
 def _lost(rank, world, how, where, limit):
     """The victim does not come to the third sum, or to the broadcast of which it is the source."""
-    group = dist.group.WORLD
-    comm.sum_over_ranks(torch.ones(8), group, timeout_s=30.0)  # what a process does once has more time
+    ranks = bound(timeout_s=limit)
+    bound(timeout_s=30.0).sum(torch.ones(8))  # what a process does once has more time
     for i in range(3):
-        comm.sum_over_ranks(torch.ones(8), group, timeout_s=limit)
+        ranks.sum(torch.ones(8))
         if i == 1:
             start_clock()
             if rank == 2:
                 die(how)
             if where == "broadcast":
-                comm.broadcast(torch.ones(8), group, 2, timeout_s=limit)
+                ranks.broadcast(torch.ones(8), 2)
 
 
 @pytest.mark.alone
@@ -188,13 +190,13 @@ def test_survivors_name_the_rank_in_time(how, where):
 
 
 def _different(rank, world):
-    group = dist.group.WORLD
-    comm.sum_over_ranks(torch.ones(8), group, timeout_s=20.0)
-    act = comm.sum_over_ranks if rank else comm.gather_sequence
+    ranks = bound()
+    ranks.sum(torch.ones(8))
+    act = ranks.sum if rank else ranks.gather
     with pytest.raises(ValueError, match="rank 0 runs shared gather of 32 bytes.*; rank 1 runs shared sum"):
-        act(torch.ones(8), group, timeout_s=20.0)
+        act(torch.ones(8))
     with pytest.raises(ValueError, match="can't be used any more"):
-        comm.sum_over_ranks(torch.ones(8), group, timeout_s=20.0)
+        ranks.sum(torch.ones(8))
     return True
 
 
@@ -203,17 +205,17 @@ def test_ranks_that_differ_raise():
 
 
 def _interrupted(rank, world):
-    group = dist.group.WORLD
-    comm.sum_over_ranks(torch.ones(8), group, timeout_s=20.0)
+    ranks = bound()
+    ranks.sum(torch.ones(8))
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:
         store.wait(["interrupted"])
-        return comm.broadcast(torch.ones(1), group, 1, timeout_s=20.0).item()
+        return ranks.broadcast(torch.ones(1), 1).item()
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     try:
         with pytest.raises(KeyboardInterrupt):
-            comm.broadcast(torch.ones(1), group, 1, timeout_s=20.0)
+            ranks.broadcast(torch.ones(1), 1)
     finally:
         signal.signal(signal.SIGALRM, before)
     store.set("interrupted", "")
@@ -228,13 +230,12 @@ def _ruled_out(rank, world):
     group, config = dist.group.WORLD, TreeConfig(transport="direct")
     for name, transport, joined in (("file", None, False), ("direct", "direct", False), ("auto", "auto", True)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(wire, "default_config", lambda: config)  # for callers that name none
+            patch.setattr(comm.ranks, "default_config", lambda: config)  # for callers that name none
+            ranks = comm.Ranks.of(group) if transport is None else bound(transport=transport)
             with comm.record() as log:
-                if transport is not None:
-                    x = torch.full((5,), float(rank))
-                    assert comm.broadcast(x, group, 1, transport=transport).tolist() == [1.0] * 5
-                assert wire.share(rank, group, source=1, transport=transport) == 1
-                assert wire.share_check(lambda: "checked", group, transport=transport) == "checked"
+                assert ranks.broadcast(torch.full((5,), float(rank)), 1).tolist() == [1.0] * 5
+                assert wire.share(rank, ranks, source=1) == 1
+                assert wire.share_check(lambda: "checked", ranks) == "checked"
         assert {sent.op.startswith("shared ") for sent in log} == {joined}, name
     runner = SmallRunner(cp_group=group, page_size=4, chunk_size=64, config=config)
     with comm.record() as log:
@@ -251,18 +252,19 @@ def test_direct_rules_it_out():
 def _traces(rank, world):
     """What the memory leaves: no name, and nothing at all once the group is gone. A fork must not touch it."""
     group = dist.new_group(range(world))
-    comm.sum_over_ranks(torch.ones(8), group, timeout_s=20.0)
+    ranks = bound(group)
+    ranks.sum(torch.ones(8))
     files = _files()
     assert files and all(name.startswith("/memfd:") and name.endswith("(deleted)") for name in files)
     if (child := os.fork()) == 0:
         try:
-            comm.sum_over_ranks(torch.ones(8), group, timeout_s=1.0)
+            ranks.sum(torch.ones(8))
         except CommError as error:
             os._exit(7 if "forked" in str(error) else 1)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    assert comm.sum_over_ranks(torch.ones(1), group, timeout_s=20.0).item() == world
-    GroupState.of(group).shared = None
+    assert ranks.sum(torch.ones(1)).item() == world
+    GroupState.of(group).shared = ranks.__dict__["memory"] = None
     return _files()
 
 

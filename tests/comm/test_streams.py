@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_tree import comm
 from megatron_tree.comm import collectives, work
+from support.bound import bound
 from support.ranks import run_distributed
 
 
@@ -18,7 +18,7 @@ def _storage(x):
 
 def _kept(rank, world):
     """Each start function, with inputs that it has to copy: what it sends is recorded on the side stream."""
-    team = comm.Team.flat(dist.group.WORLD, transport="direct", timeout_s=20.0)
+    team = bound(transport="direct").everyone
     x = torch.arange(24.0).view(3, 8).t() + 100 * rank  # [8, 3], not contiguous
     starts = {
         "gather": lambda: comm.start_gather(x, team),

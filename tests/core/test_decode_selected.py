@@ -9,7 +9,6 @@ import torch.distributed as dist
 from megatron_tree import TreeConfig, comm, tree_decode, tree_select
 from megatron_tree.attention.decode import DecodeStep
 from megatron_tree.attention.decode_call import DecodeOptions
-from megatron_tree.attention.topology import GroupTopology
 from megatron_tree.config import DECODE_SCHEDULES, SELECT_SCHEDULES
 from megatron_tree.kernels import KVCache
 from megatron_tree.plan import plan_select
@@ -76,7 +75,7 @@ def test_selected_keys_are_the_oracles(world, transport):
 def _layers(rank, world):
     """The layers of a step share a plan, whatever each selects; every schedule; heads that are split over the ranks."""
     group, worst, step = dist.group.WORLD, 0.0, DecodeStep()
-    options = DecodeOptions(group, TreeConfig(timeout_s=60))
+    options = DecodeOptions(comm.Ranks.of(group, config=TreeConfig(timeout_s=60)))
     for seed in range(3):
         q, k, v, index, positions, q_positions = _case(rank, world, seed)
         q, q_positions = q[:, -1:], q_positions[:, -1:]
@@ -115,7 +114,7 @@ def _bytes(rank, world):
     q, w, k = (torch.randn(BATCH, *shape, generator=g) for shape in ((1, 3, 4), (1, 3), (200, 4)))
     mine = slice(rank, None, world)
     seen = dict(q_positions=torch.tensor([199]), cache_positions=torch.arange(200)[mine])
-    net, sent = GroupTopology.over_cache(group, q.device, config), {}
+    network, sent = comm.Ranks.of(group, q.device, config).network_of_memory, {}
 
     def bytes_of(function, *args, **options):
         function(*args, **options, cp_group=group, config=config)  # the first call also compares the calls
@@ -125,7 +124,7 @@ def _bytes(rank, world):
 
     for schedule in SELECT_SCHEDULES[1:]:
         said, _ = plan_select(
-            world, rows=BATCH, topk=WIDE, topology=net.topology, placement=net.placement, schedule=schedule
+            world, rows=BATCH, topk=WIDE, topology=network.topology, placement=network.placement, schedule=schedule
         )
         found, rows = bytes_of(tree_select, q, w, k[:, mine], topk=WIDE, **seen, schedule=schedule)
         sent[schedule] = found, round(said.cost.bytes), said.bits

@@ -33,7 +33,7 @@ def _nested(rank, world, hosts, transport):
     truth = oracle(*inputs)
     plan_training, worst, nested = attend.plan_training, 0.0, 0
     with Hosts(hosts):
-        placement = place(default_topology("gloo"), comm.hosts(dist.group.WORLD))
+        placement = place(default_topology("gloo"), comm.Ranks.of(dist.group.WORLD).hosts)
         cases = [(grid, inner) for grid in grids(world) for inner in inner_grids(grid, placement.block)]
         for i, (grid, inner) in enumerate(cases):
             head_chunks = 1 + 3 * (i % 2)

@@ -134,8 +134,8 @@ def test_merging_lists_in_any_tree():
     two = [merge.ListReducer.merge(x) for x in (lists[:2], lists[2:])]
     assert torch.equal(merge.ListReducer.merge(torch.stack(two)), whole)
     assert torch.equal(merge.ListReducer.merge(lists[2:3]), lists[2])
-    every, call = lists.transpose(0, 1).flatten(1), dict(transport="auto", timeout_s=60)
+    every, alone = lists.transpose(0, 1).flatten(1), comm.Ranks.of(None)
     for bits in (1, 6, 8, 11):
         for some in (1, k, 34, 35):
-            threshold = comm.kth_largest(every, some, bits, None, **call)
+            threshold = comm.kth_largest(every, some, bits, alone)
             assert ((every >= threshold[:, None]) & (every != merge.NO_ENTRY)).sum(1).tolist() == [min(some, 34)] * 3

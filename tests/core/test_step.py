@@ -7,6 +7,7 @@ import torch.distributed as dist
 from megatron_tree import TreeConfig, tree_decode
 from megatron_tree.attention.decode import DecodeStep
 from megatron_tree.attention.decode_call import DecodeCall, DecodeOptions
+from megatron_tree.comm import Ranks
 from megatron_tree.kernels import KVCache
 from support.attention import make_slopes
 from support.decoding import decode_inputs, decode_oracle
@@ -29,7 +30,12 @@ def _layer(seed=0, heads=(4, 2), d=8, d_v=8, dtype=torch.float32, **options):
     seen = dict(lengths=LENGTHS, block_table=TABLE)
     seen |= {name: options.pop(name) for name in KVCache._fields if name in options}
     sinks = options.pop("sinks", None)
-    return q, KVCache(k, v, **seen), DecodeOptions(**dict(cp_group=None, config=CONFIG) | options), sinks
+    return (
+        q,
+        KVCache(k, v, **seen),
+        DecodeOptions(Ranks.of(None, config=options.pop("config", CONFIG)), **options),
+        sinks,
+    )
 
 
 OTHERS = {
@@ -68,6 +74,8 @@ def test_a_layer_that_differs_is_checked_and_right(name, checks):
         assert len(checks) == min(seed + 1, 2)
         given = {NAMES.get(field, field): x for field, x in cache._asdict().items() if field not in ("k", "v")}
         given |= options._asdict() | {"sinks": sinks, "return_lse": True}
+        ranks = given.pop("ranks")
+        given |= {"cp_group": ranks.group, "config": ranks.config}
         want_out, want_lse = tree_decode(q, cache.k, cache.v, **given)
         checks.pop()
         assert torch.equal(out, want_out) and torch.equal(lse, want_lse)
@@ -100,7 +108,7 @@ def test_calls_that_are_to_be_checked_always_are(checks):
 
 
 def _on_ranks(rank, world):
-    step, worst, options = DecodeStep(), 0.0, DecodeOptions(dist.group.WORLD, CONFIG)
+    step, worst, options = DecodeStep(), 0.0, DecodeOptions(Ranks.of(dist.group.WORLD, config=CONFIG))
     for layer in range(4):
         q, k, v = (x.roll(layer, -1) for x in decode_inputs(2, 1, 8 * world, (6, 2), dtype=torch.float32))
         mine = slice(8 * rank, 8 * rank + 8)

@@ -9,6 +9,7 @@ from megatron_tree.attention.token_shares import HeadsForTokens, count_tokens, s
 from megatron_tree.cache import ShardedCache
 from megatron_tree.cache.forward import forward_pass
 from megatron_tree.config import AttnSpec
+from support.bound import bound
 from support.ranks import largest, run_distributed
 from support.rounding import error, rounding
 
@@ -32,7 +33,7 @@ def _prefill(rank, world, groups, heads, heads_kv, window):
     d, places, worst = 8, world // groups, []
     group, place = divmod(rank, places)
     cp_group = [dist.new_group(range(g * places, (g + 1) * places)) for g in range(groups)][group]
-    team = comm.Team(dist.group.WORLD, (tuple(range(place, world, places)),), "direct", 60)
+    team = comm.Team(bound(transport="direct"), (tuple(range(place, world, places)),))
     generator = torch.Generator().manual_seed(5)
     q, k, v = (torch.randn(1, 45, h, d, generator=generator) for h in (heads, heads_kv, heads_kv))
     sinks, spec = torch.linspace(-1, 1, heads), AttnSpec(softmax_scale=d**-0.5, window_size=window)
@@ -59,7 +60,7 @@ def test_attention_of_own_tokens_over_several_head_groups(groups, heads, heads_k
 
 
 def _no_tokens(rank, world):
-    team = comm.Team.flat(dist.group.WORLD, transport="direct", timeout_s=60)
+    team = bound(transport="direct").everyone
     exchange = HeadsForTokens(team, [0, 1, 0])
     x = torch.arange(12.0).view(1, 1, 6, 2)
     heads = exchange.to_heads(x)

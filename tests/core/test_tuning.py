@@ -123,11 +123,11 @@ def test_the_choice_of_calls_without_a_backward():
 
 def _decoded(rank, world, slow):
     """The largest error of decode steps, and the schedule that they end with, where one of them is slow on one rank."""
-    prepare, clock = comm.prepare_reduction, _Clock()
+    start, clock = comm.Reduction.start, _Clock()
 
-    def timed(*args, **kwargs):
-        clock.now += 2 if rank == world - 1 and slow in args else 1
-        return prepare(*args, **kwargs)
+    def timed(reduction):
+        clock.now += 2 if rank == world - 1 and slow == reduction.schedule else 1
+        return start(reduction)
 
     torch.manual_seed(1)
     q, k, v = torch.randn(64, 1, HEADS, DIM), *torch.randn(2, 64, 8, HEADS, DIM)
@@ -135,7 +135,7 @@ def _decoded(rank, world, slow):
     decode = functools.partial(tree_decode, q, k, v, cp_group=dist.group.WORLD, config=config)
     want = decode(schedule="allgather")
     others = tried({"schedule": "scatter"}, {"schedule": "butterfly"})
-    with clock, others, mock.patch.object(comm, "prepare_reduction", timed):
+    with clock, others, mock.patch.object(comm.Reduction, "start", timed):
         errors = [_error([decode()], [want])]
         while not _plans():
             errors.append(_error([decode()], [want]))

@@ -105,21 +105,23 @@ def test_templates_that_end_answers_or_change_earlier_turns():
 
 
 def _chat(rank, world, path):
+    from megatron_tree.comm import Ranks
     from megatron_tree.comm.wire import share
     from megatron_tree.integrations.transformers.attention import TreeCache
     from megatron_tree.integrations.transformers.runner import Runner
 
     group = dist.group.WORLD if world > 1 else None
+    ranks = Ranks.of(group)
     tokenizer, model = byte_tokenizer(), byte_model()
     model.set_attn_implementation("tree")
     runner = Runner(model, TreeCache(model.config, cp_group=group, page_size=4))
     conversation = Conversation(runner, tokenizer, end_tokens=(0,), group=group)
     if rank == 0:
         lines, transcript = open_input(path), Transcript(tokenizer, (0,))
-        Chat(conversation, transcript, GREEDY, lines, lambda plan: share(plan, group)).run()
+        Chat(conversation, transcript, GREEDY, lines, lambda plan: share(plan, ranks)).run()
         lines.close()
     else:
-        follow(conversation, GREEDY, group)
+        follow(conversation, GREEDY, ranks)
     return conversation.held
 
 

@@ -10,6 +10,7 @@ from support.ranks import run_distributed
 
 pytest.importorskip("transformers")
 
+from megatron_tree.comm import Ranks
 from megatron_tree.comm.wire import PACKET, share, share_all, share_check
 from megatron_tree.errors import TreeError
 from megatron_tree.generation.sampler import Sampler, choose_tokens
@@ -139,18 +140,18 @@ def test_tokens_depend_on_the_seed_and_the_sample_alone():
 
 
 def _shared(rank, world):
-    group = dist.group.WORLD
+    ranks = Ranks.of(dist.group.WORLD)
     values = [None, {"steps": []}, "x" * (PACKET - 10), "x" * (PACKET - 9), list(range(5000)), "ü€👍"]
     for value in values:
-        assert share(value if rank == 0 else "other", group) == value
-        assert share(value if rank == 1 else "other", group, source=1) == value
-    assert share_all({"rank": rank}, group) == [{"rank": 0}, {"rank": 1}]
-    assert share_check(lambda: [rank, 1.5], group) == [0, 1.5]
+        assert share(value if rank == 0 else "other", ranks) == value
+        assert share(value if rank == 1 else "other", ranks, source=1) == value
+    assert share_all({"rank": rank}, ranks) == [{"rank": 0}, {"rank": 1}]
+    assert share_check(lambda: [rank, 1.5], ranks) == [0, 1.5]
     for error in (ValueError("bad line"), FileNotFoundError("no file")):
         with pytest.raises(ValueError if rank else type(error), match=str(error)):
-            share_check(lambda error=error: _raise(error), group)
+            share_check(lambda error=error: _raise(error), ranks)
     with pytest.raises(TreeError if rank else ZeroDivisionError):
-        share_check(lambda: 1 // 0, group)
+        share_check(lambda: 1 // 0, ranks)
     return "all values"
 
 

@@ -11,6 +11,7 @@ from megatron_tree.cache.files import model_fingerprint
 from megatron_tree.integrations import transformers as tree_hf
 from megatron_tree.integrations.transformers.split_model import split_model
 from megatron_tree.integrations.transformers.split_rules import ROUTERS, SMALL, plan_layout
+from support.bound import bound
 from support.hf_architectures import assert_logits
 from support.hf_models import hf_generate, left_padded, plain, prompt
 
@@ -154,8 +155,9 @@ def check_sharded(model):
         whole = parameter.dim() == 1 or name in layout.of_first_rank or name.startswith(OF_IMAGES)
         whole = whole or {*ROUTERS, *SMALL} & set(name.split("."))
         assert whole or layout.pieces[name].shape(parameter.shape).numel() <= 0.75 * parameter.numel(), name
-    group = comm.neighbours(dist.group.WORLD, layout.heads.size, timeout_s=60.0)
-    split_model(model, layout, dist.group.WORLD, timeout_s=60.0)
+    ranks = bound(timeout_s=60.0)
+    group = ranks.neighbours(layout.heads.size)
+    split_model(model, layout, ranks)
     options = {"token_group": dist.group.WORLD, "chunk_size": 34, "keep_logits": True}
     for model.weight_gathering.forced in (False, True):
         cache = tree_hf.TreeCache(model.config, cp_group=group, head_shares=layout.heads.shares, page_size=2)

@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch.distributed as dist
 
+from megatron_tree.comm import Ranks
 from megatron_tree.launching import hold_log, together
 from megatron_tree.log import logger
 from support.ranks import run_distributed
@@ -37,7 +38,7 @@ def _together(rank, world, options, errors):
     """What this rank raises where ranks have these options, and raise these errors."""
     args, error = argparse.Namespace(**options[rank]), errors.get(rank)
     try:
-        with together(args, dist.group.WORLD, timeout_s=30.0):
+        with together(args, Ranks.of(dist.group.WORLD, limit_s=30.0)):
             if error is not None:
                 raise error
     except Exception as error:
@@ -69,7 +70,7 @@ def test_what_one_rank_raises_all_raise():
 
 
 def test_one_process_alone_compares_nothing():
-    with together(argparse.Namespace(lr=1), None, timeout_s=1.0):
+    with together(argparse.Namespace(lr=1), Ranks.of(None)):
         pass
-    with pytest.raises(ValueError, match="alone"), together(argparse.Namespace(lr=1), None, timeout_s=1.0):
+    with pytest.raises(ValueError, match="alone"), together(argparse.Namespace(lr=1), Ranks.of(None)):
         raise ValueError("alone")

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from support.bound import bound
 from support.ranks import run_distributed
 
 pytest.importorskip("transformers")
@@ -65,7 +66,7 @@ class Checked:
         world, shares = dist.group.WORLD, None
         if weights != "replicated":
             layout = plan_layout(self.model, dist.get_world_size(), dist.get_rank())
-            split_model(self.model, layout, world, transport=transport, timeout_s=60.0)
+            split_model(self.model, layout, bound(transport=transport, timeout_s=60.0))
             shares = layout.heads.shares
         group = None if weights == "head groups" else world
         config = TreeConfig(transport=transport, timeout_s=60.0)

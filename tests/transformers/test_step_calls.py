@@ -12,6 +12,7 @@ import torch.distributed as dist
 pytest.importorskip("transformers")
 
 import megatron_tree
+from megatron_tree.comm import Ranks
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.runner import Runner
 from megatron_tree.integrations.transformers.split_model import split_model
@@ -63,7 +64,7 @@ def _runner(layers, group=None, weights="replicated"):
     model, shares = _model(layers), None
     if weights == "sharded":
         layout = plan_layout(model, dist.get_world_size(), dist.get_rank())
-        split_model(model, layout, group, timeout_s=60.0)
+        split_model(model, layout, Ranks.of(group))
         shares = layout.heads.shares
     runner = Runner(model, TreeCache(model.config, cp_group=group, head_shares=shares))
     row = runner.add()

@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from support.bound import bound
 from support.ranks import run_distributed
 
 pytest.importorskip("transformers")
 
-from megatron_tree import comm
 from megatron_tree.generation.requests import Request
 from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.generation.scheduler import Scheduler
@@ -182,8 +182,9 @@ def _sharded(rank, world, name):
         return
     whole = [n for n, _ in model.named_parameters() if n not in layout.pieces and n not in layout.of_first_rank]
     assert any("vis" in n for n in whole) and not any("language_model" in n and "norm" not in n for n in whole)
-    group = comm.neighbours(dist.group.WORLD, layout.heads.size, timeout_s=60.0)
-    split_model(model, layout, dist.group.WORLD, timeout_s=60.0)
+    ranks = bound(timeout_s=60.0)
+    group = ranks.neighbours(layout.heads.size)
+    split_model(model, layout, ranks)
     gathering = model.weight_gathering
     for forced in (False, True) if gathering is not None else (None,):
         if gathering is not None:

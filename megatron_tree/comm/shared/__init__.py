@@ -20,6 +20,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -29,11 +30,12 @@ from ...compiled import NotCompiled, compiled
 from ...errors import CommError
 from ...kernels import merge_packed
 from ...log import say_once
-from ..group import GroupState, resolve_transport
 from ..health.agreement import gather
 from ..health.watchdog import Watchdog
-from ..machines import hosts
 from ..traffic import note, recorders
+
+if TYPE_CHECKING:
+    from ..ranks import Ranks
 
 CAPACITY = 1 << 18  # bytes of a slot: what is larger goes in pieces
 _OPTIONS = ("-O3", "-march=native", "-std=gnu11", "-shared", "-fPIC")
@@ -67,37 +69,6 @@ class _Team(ctypes.Structure):
     ]
 
 
-def resolve_shared(group, device: torch.device, transport: str, *, timeout_s: float) -> str:
-    """The transport of small collectives: "shm" where the ranks share memory, else as `resolve_transport`.
-
-    Collective at the group's first call, unless the transport is "direct" or "builtin".
-    Raises: ``ValueError`` where "shm" is asked for and can't be had; `CommError`.
-    """
-    state = GroupState.of(group)
-    if (known := state.transports.get((device.type, transport))) is None:
-        known = state.transports[device.type, transport] = _resolve(group, device, transport, timeout_s)
-    return known
-
-
-def _resolve(group, device: torch.device, transport: str, timeout_s: float) -> str:
-    resolved = resolve_transport(group, device, transport)
-    state = GroupState.of(group)
-    if state.size == 1 or resolved != "direct" or transport == "direct":
-        return resolved
-    if state.shared is None:
-        state.shared = _join(group, timeout_s)
-    if isinstance(state.shared, SharedMemory):
-        return "shm"
-    if transport == "shm":
-        raise ValueError(f"transport='shm' can't be had: {state.shared}; use transport='auto' or 'direct'")
-    return "direct"
-
-
-def shared(group) -> SharedMemory:
-    """The memory of a group for which `resolve_shared` has said "shm"."""
-    return GroupState.of(group).shared
-
-
 def unavailable() -> str | None:
     """Why this process can't take part in shared memory, or None if it can."""
     if not hasattr(os, "memfd_create"):
@@ -126,11 +97,10 @@ class _Refused(Exception):
     """Some rank can't share memory; the message says which one, and why."""
 
 
-def _join(group, timeout_s: float) -> SharedMemory | str:
+def join(ranks: Ranks) -> SharedMemory | str:
     """The memory of a group, or why there is none: the same on all ranks. Collective."""
-    if len(set(hosts(group, timeout_s=timeout_s))) > 1:
+    if len(set(ranks.hosts)) > 1:
         return "its ranks are on several hosts"
-    watchdog, state = Watchdog.of(group, timeout_s), GroupState.of(group)
 
     def all_ranks(step: str, act: Callable[[], str | None]) -> list[str]:
         """What every rank's act() returned. Raises `_Refused` on all ranks if one of them failed."""
@@ -138,7 +108,7 @@ def _join(group, timeout_s: float) -> SharedMemory | str:
             said = f"+{act() or ''}"
         except (OSError, _Refused) as error:
             said = f"-rank {dist.get_rank()}: {error}"
-        answers = gather(watchdog, f"shared memory: {step}", said, timeout_s)
+        answers = gather(ranks.watchdog, f"shared memory: {step}", said, ranks.timeout_s)
         for answer in answers:
             if answer.startswith("-"):
                 raise _Refused(answer[1:])
@@ -150,15 +120,15 @@ def _join(group, timeout_s: float) -> SharedMemory | str:
         nonlocal memory
         if (why := unavailable()) is not None:
             raise _Refused(why)
-        if state.rank == 0:
-            memory = SharedMemory.make(state.size)
+        if ranks.rank == 0:
+            memory = SharedMemory.make(ranks.size)
             return memory.address
         return None
 
     def join() -> None:
         nonlocal memory
-        if state.rank:
-            memory = SharedMemory.join(address, state.size, state.rank)
+        if ranks.rank:
+            memory = SharedMemory.join(address, ranks.size, ranks.rank)
         memory.be_alive()
 
     try:
@@ -166,7 +136,7 @@ def _join(group, timeout_s: float) -> SharedMemory | str:
         all_ranks("joined", join)
         all_ranks("checked", lambda: memory.check())
     except _Refused as refused:
-        say_once(f"small collectives of ranks {list(state.ranks)} are messages, not shared memory: {refused}")
+        say_once(f"small collectives of ranks {list(ranks.state.ranks)} are messages, not shared memory: {refused}")
         return str(refused)
     return memory
 
@@ -227,23 +197,21 @@ class SharedMemory:
         if not _library().sees_all(self._ref):
             raise OSError("it does not see the locks of the other ranks")
 
-    def gather(self, x: Tensor, group, timeout_s: float) -> Tensor:
+    def gather(self, x: Tensor, ranks: Ranks) -> Tensor:
         """x of every rank -> [n, ...], in rank order."""
         out = x.new_empty((self._team.world, *x.shape))
-        self._run("gather", group, timeout_s, _GATHER, _EVERYONE, x.data_ptr(), out.data_ptr(), x.nbytes)
+        self._run("gather", ranks, _GATHER, _EVERYONE, x.data_ptr(), out.data_ptr(), x.nbytes)
         return out
 
-    def gather_rows(self, x: Tensor, counts: tuple[int, ...], group, timeout_s: float) -> Tensor:
+    def gather_rows(self, x: Tensor, counts: tuple[int, ...], ranks: Ranks) -> Tensor:
         """x [counts[rank], ...] of every rank -> [sum(counts), ...], in rank order."""
         out = x.new_empty((sum(counts), *x.shape[1:]))
         size = x.shape[1:].numel() * x.element_size()
         parts = _numbers(*[n * size for n in counts])
-        self._run(
-            "gather", group, timeout_s, _GATHER, _EVERYONE, x.data_ptr(), out.data_ptr(), out.nbytes, parts, x.nbytes
-        )
+        self._run("gather", ranks, _GATHER, _EVERYONE, x.data_ptr(), out.data_ptr(), out.nbytes, parts, x.nbytes)
         return out
 
-    def merge_rows(self, state: Tensor, first: int, count: int, group, timeout_s: float) -> Tensor:
+    def merge_rows(self, state: Tensor, first: int, count: int, ranks: Ranks) -> Tensor:
         """Rows first .. first + count - 1 of the ranks' states [rows, ..., d + 1], merged as by `merge`.
 
         state: fp32, at most CAPACITY bytes.
@@ -252,20 +220,20 @@ class SharedMemory:
         rows = state.shape[1:-1].numel()
         parts = _numbers(columns, first * rows, count * rows)
         call = _MERGE, _EVERYONE, state.data_ptr(), out.data_ptr(), state.nbytes, parts
-        self._run("merge", group, timeout_s, *call)
+        self._run("merge", ranks, *call)
         return out
 
-    def exchange(self, x: Tensor, group, timeout_s: float) -> Tensor:
+    def exchange(self, x: Tensor, ranks: Ranks) -> Tensor:
         """x [n, ...] -> [n, ...]: entry i came from rank i, whose entry for this rank it was."""
         out = torch.empty_like(x)
         size = x.nbytes // self._team.world
-        self._run("exchange", group, timeout_s, _EXCHANGE, _EVERYONE, x.data_ptr(), out.data_ptr(), size)
+        self._run("exchange", ranks, _EXCHANGE, _EVERYONE, x.data_ptr(), out.data_ptr(), size)
         return out
 
-    def sum(self, x: Tensor, group, timeout_s: float) -> Tensor:
+    def sum(self, x: Tensor, ranks: Ranks) -> Tensor:
         """The sum of x, of a dtype in `SUMS`, over all ranks: in rank order, in fp32 at least."""
         out = torch.empty_like(x)
-        self._run("sum", group, timeout_s, SUMS[x.dtype], _EVERYONE, x.data_ptr(), out.data_ptr(), x.nbytes)
+        self._run("sum", ranks, SUMS[x.dtype], _EVERYONE, x.data_ptr(), out.data_ptr(), x.nbytes)
         return out
 
     def merge(self, states: Tensor) -> Tensor:
@@ -280,19 +248,19 @@ class SharedMemory:
         _library().merge_states(states.data_ptr(), merged.data_ptr(), *sizes, sizes[1] // columns, columns)
         return merged
 
-    def broadcast(self, x: Tensor, source: int, group, timeout_s: float) -> None:
-        """x of group rank `source` on all ranks, in place."""
-        self._run("broadcast", group, timeout_s, _BROADCAST, source, x.data_ptr(), x.data_ptr(), x.nbytes)
+    def broadcast(self, x: Tensor, source: int, ranks: Ranks) -> None:
+        """x of rank `source` on all ranks, in place."""
+        self._run("broadcast", ranks, _BROADCAST, source, x.data_ptr(), x.data_ptr(), x.nbytes)
 
     def _run(
-        self, name: str, group, timeout_s: float, op: int, source: int, x: int, out: int, num_bytes: int, parts=None,
+        self, name: str, ranks: Ranks, op: int, source: int, x: int, out: int, num_bytes: int, parts=None,
         sent: int | None = None,
     ) -> None:  # fmt: skip
         """One collective of memory.c; sent: bytes that this rank sends, if they are others than num_bytes."""
         if _process != self._process:
             raise CommError("a forked process must create a process group of its own")
         if self._watchdog is None:
-            self._watchdog = Watchdog.of(group)
+            self._watchdog = ranks.watchdog
         watchdog, world = self._watchdog, self._team.world
         if watchdog.error is not None or watchdog.rejection is not None:
             watchdog.check_usable()
@@ -308,14 +276,14 @@ class SharedMemory:
             code = self._collective(*call, 1)
             if code == _WAITING:
                 began = time.monotonic()
-                with watchdog.waits(group):
+                with watchdog.waits(ranks.group):
                     while code == _WAITING:
-                        self._look(watchdog, name, began, timeout_s)
+                        self._look(watchdog, name, began, ranks.timeout_s)
                         code = self._collective(*call, 0)
         if code == _DIFFERENT:
             raise watchdog.calls_differ(f"shared {name} of {num_bytes} bytes")
 
-    def _look(self, watchdog: Watchdog, name: str, began: float, timeout_s: float) -> None:
+    def _look(self, watchdog: Watchdog, name: str, began: float, limit_s: float) -> None:
         """See what keeps the others; raises an error if there is no use in waiting."""
         late = (ctypes.c_int8 * self._team.world)()
         _library().see_who_is_late(self._ref, late)
@@ -323,8 +291,8 @@ class SharedMemory:
         if not ranks:
             ranks, why = [r for r, x in enumerate(late) if x], "interrupted"
             if not watchdog.is_interrupted:
-                if time.monotonic() - began < timeout_s:
+                if time.monotonic() - began < limit_s:
                     return
                 why = "timed out"
         error = RuntimeError(why)
-        raise watchdog.operation_failed(f"shared {name}", timeout_s, error, range(self._team.world), ranks) from error
+        raise watchdog.operation_failed(f"shared {name}", limit_s, error, range(self._team.world), ranks) from error

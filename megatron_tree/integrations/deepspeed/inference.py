@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from ...arguments import checked, shown
 from ...cache.graph import check_cuda_graphs
-from ...comm import group_rank, group_size, neighbours
+from ...comm import Ranks, group_rank, group_size
 from ...comm.rendezvous import LAUNCHER_VARIABLES, check_launched, start_default_group
 from ...config import QUERIES, WEIGHTS, TreeConfig, check_choice, default_config
 from ...files import read_deepspeed_config
@@ -224,13 +224,13 @@ def _split(
     device = torch.device(get_accelerator().current_device_name())
     left_open = {"queries": queries, "split_latents": split_latents}
     layout = choose_layout(layout, model, everyone, device=device, dtype=dtype, config=tree, **left_open)
-    sp_group = neighbours(everyone, layout.heads.size, timeout_s=tree.timeout_s)
-    wire = {"transport": tree.transport, "timeout_s": tree.timeout_s}
+    ranks = Ranks.of(everyone, device, tree)
+    sp_group = ranks.neighbours(layout.heads.size)
     if folder is None:
-        split_model(model, layout, everyone, **wire)
+        split_model(model, layout, ranks)
     else:
         read_pieces(model, folder, layout)
-        connect(model, layout, everyone, **wire)
+        connect(model, layout, ranks)
     cache_options = {"head_shares": layout.heads.shares, "weights_group": everyone}
     cache_options["state_pieces"] = layout.state_pieces or None
     return _Ranks(sp_group, world, {"tp_size": 1}, cache_options)

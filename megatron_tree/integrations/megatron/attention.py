@@ -219,9 +219,9 @@ class TreeDotProductAttention(MegatronModule):
                 "[s, b, heads, d] with equal s and b in self attention (to decode with a KV cache use MegatronRunner)"
             )
         s, b = query.shape[:2]
-        sizes = dict(batch=b, num_queries=s, num_keys=key.shape[0], cp_group=cp_group)
-        limit = self.tree_config.timeout_s
-        options["causal"], lengths = read_mask(attention_mask, mask_type, **sizes, timeout_s=limit)
+        sizes = dict(batch=b, num_queries=s, num_keys=key.shape[0])
+        ranks = comm.Ranks.of(cp_group, query.device, self.tree_config)
+        options["causal"], lengths = read_mask(attention_mask, mask_type, **sizes, ranks=ranks)
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         if lengths is None:
             return self._out(tree_attn_func(q, k, v, **options)).transpose(0, 1).flatten(2)

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ... import comm
 from ...attention.sequences import dispatch_documents, dispatch_prefix_tree, shard_sequence
-from ...config import default_config
 from ...layout import (
     Dispatched,
     PrefixTree,
@@ -158,17 +157,17 @@ def _gathered(
     tensors: dict[str, Tensor], bounds: tuple[int, ...], group: Any
 ) -> tuple[dict[str, Tensor], tuple[int, ...]]:
     """Tensors [..., 1, t] of packed documents and their boundaries: those of all ranks in a line. Collective."""
-    config = default_config()
-    with comm.collective_call("dispatch_batch", group, config) as call:
+    ranks = comm.Ranks.of(group, next(iter(tensors.values())).device)
+    with ranks.call("dispatch_batch") as call:
         for name, x in tensors.items():
             if x.shape[-2:] != (1, bounds[-1]) or (x.dim() > 2 and name != "position_ids"):
                 raise ValueError(f"{name} has the shape {list(x.shape)}: cu_seqlens gives [1, {bounds[-1]}]")
         call.agree(**{name: (x.dtype, x.shape[:-1]) for name, x in tensors.items()})
-        lengths = torch.tensor(bounds, device=next(iter(tensors.values())).device).diff()
+        lengths = torch.tensor(bounds, device=ranks.device).diff()
         sizes = lengths.new_tensor([[len(lengths), bounds[-1]]])
-        num_documents, num_tokens = comm.gather_sequence(sizes, group, timeout_s=config.timeout_s).T.tolist()
-        lengths = comm.gather_rows(lengths, num_documents, group, timeout_s=config.timeout_s)
-        gather = functools.partial(comm.gather_rows, counts=num_tokens, group=group, timeout_s=config.timeout_s)
+        num_documents, num_tokens = ranks.gather(sizes).T.tolist()
+        lengths = ranks.gather_rows(lengths, num_documents)
+        gather = functools.partial(ranks.gather_rows, counts=num_tokens)
         whole = {name: gather(x.movedim(-1, 0).contiguous()).movedim(0, -1) for name, x in tensors.items()}
     return whole, (0, *itertools.accumulate(lengths.tolist()))
 

@@ -25,7 +25,7 @@ from ...cache import ShardedCache
 from ...cache.forward import ForwardPass
 from ...cache.runner import CHUNK_SIZE, RowRunner
 from ...cache.weight_gathering import WeightGathering
-from ...comm import group_rank, group_size, neighbours
+from ...comm import Ranks, group_rank, group_size
 from . import compat
 from .attention import TreeDotProductAttention, serving
 from .latent import Latents, hand_latents_on
@@ -296,13 +296,14 @@ def _share_weights(
 
     With more tensor-parallel ranks than KV heads, neighbours have the same KV head, and each some of its query heads.
     """
-    config, wire = model.config, {"timeout_s": core.tree_config.timeout_s}
+    config = model.config
     tp = config.tensor_model_parallel_size
     if core.cp_group is not None or tp == 1:
         return core.cp_group, None, None
     groups = min(tp, 1 if config.multi_latent_attention else config.num_query_groups)
-    gathering = weight_gathering_of(model, core.tp_group, groups, transport=core.tree_config.transport, **wire)
+    ranks = Ranks.of(core.tp_group, next(model.parameters()).device, core.tree_config)
+    gathering = weight_gathering_of(model, ranks, groups)
     if tp == groups:
         return None, None, gathering
-    group = neighbours(core.tp_group, tp // groups, **wire)
+    group = ranks.neighbours(tp // groups)
     return group, (config.num_attention_heads // tp,) * (tp // groups), gathering

@@ -46,8 +46,7 @@ def read_mask(
     batch: int,
     num_queries: int,
     num_keys: int,
-    cp_group,
-    timeout_s: float = 600.0,
+    ranks: comm.Ranks,
 ) -> MaskRead:
     """What this rank's part of a mask lets through, the same on all ranks.
 
@@ -57,8 +56,7 @@ def read_mask(
         mask: bool [b or 1, 1, rows, columns], True = hidden, or None. rows: this rank's queries, or 1; columns: all
             keys of the sequence, or this rank's.
         num_queries, num_keys: of this rank's share, zigzag.
-        cp_group: its ranks compare their results when they see a mask for the first time: two all-reduces of b numbers,
-            each within timeout_s.
+        ranks: they compare their results when they see a mask for the first time: two all-reduces of b numbers.
     Raises: ValueError on every rank for any other mask.
     """
     if mask is None:
@@ -67,14 +65,14 @@ def read_mask(
         return MaskRead(CAUSAL[mask_type])
     if mask_type == AttnMaskType.causal and compat.loads_causal_masks():
         return MaskRead(True)
-    return _read(mask, mask_type, batch, num_queries, num_keys, cp_group, timeout_s)
+    return _read(mask, mask_type, batch, num_queries, num_keys, ranks)
 
 
 @ReadOnce
 def _read(
-    mask: Tensor, mask_type: AttnMaskType, batch: int, num_queries: int, num_keys: int, cp_group, timeout_s: float
+    mask: Tensor, mask_type: AttnMaskType, batch: int, num_queries: int, num_keys: int, ranks: comm.Ranks
 ) -> MaskRead:
-    world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
+    world, rank = ranks.size, ranks.rank
     total = num_keys * world
     q_pos, k_pos = (shard_positions(n * world, rank, world) for n in (num_queries, num_keys))
     if mask.dim() == 4 and mask.shape[-1] == total:
@@ -88,12 +86,12 @@ def _read(
     shown = ~mask[:, 0]  # [b or 1, queries, keys]
     q_pos, k_pos = q_pos.to(mask.device), k_pos.to(mask.device)
     lengths = torch.where(shown.any(1), k_pos + 1, 0).amax(-1).expand(batch).contiguous()
-    comm.all_reduce(lengths, cp_group, op="max", timeout_s=timeout_s)
+    ranks.reduce(lengths, "max")
     unpadded = (k_pos < lengths[:, None])[:, None]
     earlier = k_pos[None] <= q_pos[:, None] if mask.shape[2] == num_queries else torch.ones_like(unpadded)
     empty = ~shown.any(-1, keepdim=True)
     differs = torch.stack([(~empty & (shown != x)).any() for x in (unpadded, unpadded & earlier)])
-    differs = comm.all_reduce(differs.to(torch.int32), cp_group, op="max", timeout_s=timeout_s).tolist()
+    differs = ranks.reduce(differs.to(torch.int32), "max").tolist()
     allowed = MASKS.get(mask_type, [(False, False)])
     for hides_later, causal in allowed:
         if not differs[hides_later]:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ...cache.weight_gathering import current_pass
-from ...comm import gather_sequence
+from ...comm import Ranks
 from .attention import serving
 
 
@@ -32,8 +32,8 @@ def _project_head_group(layer: Any, project, hidden: Tensor, key_value_states=No
     if not split or options.get("output_gate") or not options.get("split_qkv", True):
         return project(hidden, key_value_states, **options)
     config, (local, _) = layer.core_attention.tree_config, layer.linear_qkv(hidden)
-    wire = {"transport": config.transport, "timeout_s": config.timeout_s}
-    whole = gather_sequence(local.movedim(-1, 0).contiguous(), served.forward.cp_group, **wire).movedim(0, -1)
+    ranks = Ranks.of(served.forward.cp_group, local.device, config)
+    whole = ranks.gather(local.movedim(-1, 0).contiguous()).movedim(0, -1)
     heads = whole.unflatten(-1, (-1, layer.hidden_size_per_attention_head))
     query, key, value = heads.split((heads.shape[2] - 2, 1, 1), 2)
     if layer.q_layernorm is not None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ...attention.token_shares import count_tokens
 from ...cache.gathered import Parts, Piece
 from ...cache.weight_gathering import SplitFeedForward, SplitLayer, WeightGathering, current_pass
+from ...comm import Ranks
 from ...log import say_once
 from . import compat
 from .attention import serving
@@ -26,16 +27,16 @@ BY_ROWS += ("linear_kv_up_proj", "linear_fc1")
 BY_COLUMNS = ("linear_proj", "linear_fc2")
 
 
-def weight_gathering_of(model: Any, group: Any, head_groups: int, **wire) -> WeightGathering | None:
+def weight_gathering_of(model: Any, ranks: Ranks, head_groups: int) -> WeightGathering | None:
     """The WeightGathering of a GPTModel; None if it has tensor-parallel weights of an unknown kind.
 
-    group: the tensor-parallel ranks.
+    ranks: the tensor-parallel ones.
     """
     config, width, sizes, layers = model.config, next(model.parameters()).dtype.itemsize, [], []
     for i, layer in enumerate(model.decoder.layers):
         name, attention, mlp = f"decoder.layers.{i}", [], []
         for inside, module in layer.named_modules():
-            parts = _parts_of(f"{name}.{inside}", module, config, group.size())
+            parts = _parts_of(f"{name}.{inside}", module, config, ranks.size)
             (mlp if hasattr(layer.mlp, "linear_fc1") and inside.startswith("mlp.") else attention).extend(parts)
         if hasattr(layer.self_attention, "core_attention"):
             sizes += _sizes_of(layer.self_attention, config)
@@ -50,7 +51,7 @@ def weight_gathering_of(model: Any, group: Any, head_groups: int, **wire) -> Wei
         latents = sum(p.shape[0] for layer in layers for p in layer.attention if "_down_proj" in p.name)
     return WeightGathering(
         model,
-        group,
+        ranks,
         layers,
         model.output_layer,
         module_sizes=sizes,
@@ -60,7 +61,6 @@ def weight_gathering_of(model: Any, group: Any, head_groups: int, **wire) -> Wei
         gathered=latents * width,
         experts=sum(_dispatched_bytes(layer.mlp, config, width) for layer in model.decoder.layers),
         dim=0,
-        **wire,
     )
 
 

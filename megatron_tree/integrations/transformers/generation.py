@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ...arguments import checked
-from ...comm import check_local, collective_call, shared_checks
-from ...config import check_choice, default_config
+from ...comm import Ranks, check_local, shared_checks
+from ...config import check_choice
 from ...generation.answers import Answer, Recorder, answer_all
 from ...generation.checks import prompt_tensor
 from ...generation.requests import Request
@@ -122,7 +122,7 @@ def _agree(cache: TreeCache, input_ids: Tensor, **options) -> None:
     """Raise the same ``ValueError`` on all ranks of the cache's group unless they hold the same prompt and options."""
     digest = hashlib.sha256(input_ids.cpu().numpy().tobytes()).hexdigest()[:16] if cache.world > 1 else ""
     values = {"input_ids": input_ids.shape, "digest of input_ids": digest, "cached": cache.get_seq_length(), **options}
-    with collective_call("generate", cache.cp_group, cache.tree_config or default_config()) as call:
+    with Ranks.of(cache.cp_group, config=cache.tree_config).call("generate") as call:
         call.agree(**values)
 
 

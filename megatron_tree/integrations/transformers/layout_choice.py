@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from ... import comm
-from ...attention.topology import GroupTopology
 from ...config import TreeConfig
 from ...plan import place
 from ...plan.cost import placed_topology
@@ -30,19 +29,19 @@ def choose_layout(
     layout: from `plan_layout` with repeat_queries=(queries == "repeated"). queries, split_latents: see
     `init_inference`; "auto" and None let the planner predict which is faster.
     """
-    repeats, network = layout.repeats_queries, (group, device, config)
+    repeats, ranks = layout.repeats_queries, comm.Ranks.of(group, device, config)
     if queries == "auto" or (split_latents is None and layout.latents):
-        with comm.collective_call("init_inference", group, config) as call:
+        with ranks.call("init_inference") as call:
             options = {"queries": queries, "split_latents": split_latents, "dtype": dtype, "config": config}
-            call.agree(**options, topology=GroupTopology.of(*network).fingerprint)
-            net = GroupTopology.over_cache(*network)
+            call.agree(**options, topology=ranks.fingerprint)
+            network = ranks.network_of_memory
     if queries == "auto" and layout.heads.size > 1 and not layout.gates_queries:
-        hosts = comm.hosts(group, timeout_s=config.timeout_s)[: layout.heads.size]  # all decide by the first group
-        placed = placed_topology(net.topology, place(net.topology, hosts))
+        hosts = ranks.hosts[: layout.heads.size]  # all decide by the first group
+        placed = placed_topology(network.topology, place(network.topology, hosts))
         repeats = repeats_queries(placed, layout.query_projection, dtype.itemsize)
     if split_latents is None and layout.world > 1 and layout.latents:
         sizes = [(layout.whole_shapes[f"{name}.weight"].numel(), layout.gathered[name]) for name in layout.latents]
-        split_latents = splits_latents(placed_topology(net.topology, net.placement), sizes, dtype.itemsize)
+        split_latents = splits_latents(placed_topology(*network), sizes, dtype.itemsize)
     if split_latents is not False and repeats == layout.repeats_queries:
         return layout
     split = split_latents is not False

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from transformers import PreTrainedModel
 
-from ...comm import all_arrive, all_reduce, group_size, outside_graphs
-from ...config import default_config
+from ...comm import Ranks, outside_graphs
 from .token_tiles import IGNORED, DeferredLogits
 
 
@@ -23,16 +22,16 @@ class _MeanOverRanks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(total: Tensor, count: Tensor, count_of_all, group, timeout_s: float) -> tuple[Tensor, Tensor]:
+    def forward(total: Tensor, count: Tensor, count_of_all, ranks: Ranks) -> tuple[Tensor, Tensor]:
         sums = torch.stack((total.double(), count.double()))
-        total_of_all, counted = all_reduce(sums, group, timeout_s=timeout_s)
+        total_of_all, counted = ranks.reduce(sums)
         count_of_all = counted if count_of_all is None else torch.as_tensor(count_of_all, device=total.device)
         count_of_all = torch.where(count_of_all != 0, count_of_all, 1)  # weights may add up to less than 1
-        return (total_of_all / count_of_all).to(total.dtype), (group_size(group) / count_of_all).to(total.dtype)
+        return (total_of_all / count_of_all).to(total.dtype), (ranks.size / count_of_all).to(total.dtype)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        *_, ctx.group, ctx.timeout_s = inputs
+        *_, ctx.ranks = inputs
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(output[1])
         ctx.save_for_forward(output[1])
@@ -40,14 +39,14 @@ class _MeanOverRanks(torch.autograd.Function):
     @staticmethod
     @outside_graphs
     def backward(ctx, grad: Tensor, _):
-        all_arrive("the backward of the loss", ctx.group, timeout_s=ctx.timeout_s)  # before DDP sums gradients up
+        ctx.ranks.meet("the backward of the loss")  # before DDP sums gradients up
         (scale,) = ctx.saved_tensors
-        return grad * scale, None, None, None, None
+        return grad * scale, None, None, None
 
     @staticmethod
     def jvp(ctx, tangent: Tensor, *_):
         (scale,) = ctx.saved_tensors
-        return all_reduce(tangent.clone(), ctx.group, timeout_s=ctx.timeout_s) * scale / group_size(ctx.group), None
+        return ctx.ranks.reduce(tangent.clone()) * scale / ctx.ranks.size, None
 
 
 @outside_graphs
@@ -88,9 +87,9 @@ def loss_over_all_ranks(
     each = logits.of_tokens(losses, labels) if deferred else losses(logits.flatten(0, -2), labels)
     weights = sequence_shard.weights
     total = each.sum() if weights is None else (each * weights.flatten()).sum()
-    limit = (sequence_shard.config or default_config()).timeout_s
+    ranks = Ranks.of(sequence_shard.loss_group, total.device, sequence_shard.config)
     count = (labels != IGNORED).sum() if weights is None else weights.sum()
-    loss = _MeanOverRanks.apply(total, count, num_items_in_batch, sequence_shard.loss_group, limit)[0]
+    loss = _MeanOverRanks.apply(total, count, num_items_in_batch, ranks)[0]
     sequence_shard.used_by["loss"] = None
     return loss
 

@@ -12,7 +12,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from ...comm import all_reduce, collective_call
+from ...comm import Ranks
 from ...config import default_config
 from .architectures import model_class
 from .rope import follow_whole_rows
@@ -86,13 +86,14 @@ def _compare_tokens(cache, input_ids: Tensor) -> None:
     config, held = cache.tree_config or default_config(), cache.get_seq_length()
     if cache.world == 1 or config.check == "never":
         return
-    with collective_call("model.generate", cache.cp_group, config) as call:
+    ranks = Ranks.of(cache.cp_group, input_ids.device, config)
+    with ranks.call("model.generate") as call:
         call.start()
         new = input_ids[:, held:].cpu().contiguous()
         digest = hashlib.blake2b(f"{list(input_ids.shape)}".encode() + new.numpy().tobytes(), digest_size=3).digest()
         number = int.from_bytes(digest, "big")
         sums = torch.tensor((number, number**2), device=input_ids.device)
-        total, squares = all_reduce(sums, cache.cp_group, timeout_s=config.timeout_s).tolist()
+        total, squares = ranks.reduce(sums).tolist()
         if cache.world * squares != total**2:
             raise ValueError(
                 f"the ranks' input_ids differ, here {list(input_ids.shape)}, from token {held} on: pass the same "

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ...arguments import checked
-from ...comm import all_arrive, collective_call, group_size, outside_graphs, shared_checks
+from ...comm import Ranks, group_size, outside_graphs, shared_checks
 from ...config import TreeConfig, default_config
 from .batch_shards import shard_batch
 from .prefix_trees import with_tokens
@@ -113,7 +113,7 @@ class SequenceParallel:
         options = {"loss_group": dist.group.WORLD, "tree_config": self.tree_config, "dropout_seed": seed}
         with (
             shared_checks("shard_batch", dist.group.WORLD),
-            collective_call("shard_batch", self.sp_group, self.tree_config) as call,
+            Ranks.of(self.sp_group, config=self.tree_config).call("shard_batch") as call,
         ):
             sharded = shard_batch(batch, cp_group=self.sp_group, **options)
             _check_words(with_tokens(batch), self._vocab_size)
@@ -122,7 +122,7 @@ class SequenceParallel:
                 _check_fsdp(self._model, self.tiled_mlps)
             call.agree(of_batch=_contents(batch) if self.sp_size > 1 else None)
         # those that have no batch are missed here, and not where DDP sends its buffers or FSDP2 gathers weights
-        all_arrive("shard_batch", dist.group.WORLD, timeout_s=self.tree_config.timeout_s)
+        Ranks.of(dist.group.WORLD, config=self.tree_config).meet("shard_batch")
         return sharded
 
 

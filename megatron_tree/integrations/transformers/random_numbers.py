@@ -13,7 +13,7 @@ import random
 import numpy as np
 import torch
 
-from ...comm import group_rank, group_size, outside_graphs
+from ...comm import Ranks, group_rank, group_size, outside_graphs
 from ...comm.wire import share
 from .batch_shards import SequenceShard
 
@@ -27,7 +27,7 @@ def _generators() -> list[torch.Generator]:
 
 def share_random_numbers(group) -> None:
     """Make Python, numpy and torch draw on all ranks what they draw on the group's first one. Collective."""
-    if group_size(group) == 1:
+    if (ranks := Ranks.of(group)).size == 1:
         return
     name, keys, *position = np.random.get_state()
     states = {
@@ -35,7 +35,7 @@ def share_random_numbers(group) -> None:
         "numpy": [name, keys.tolist(), *position],
         "torch": [x.get_state().tolist() for x in _generators()],
     }
-    states = share(states, group)
+    states = share(states, ranks)
     version, inner, gauss = states["python"]
     random.setstate((version, tuple(inner), gauss))
     np.random.set_state(tuple(states["numpy"]))

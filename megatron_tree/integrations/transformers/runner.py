@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ...arguments import checked
 from ...cache.runner import CHUNK_SIZE, RowRunner
-from ...comm import collective_call, group_size, in_step
+from ...comm import in_step
 from ...generation.images import bytes_of
 from .architectures import CHUNKED, POOLED
 from .attention import TreeCache, check_model
@@ -112,14 +112,14 @@ class Runner(RowRunner):
             that depend on a row's length, with which images can't be run.
         """
         inputs = {name: x.to(self.device) for name, x in inputs.items() if name != "attention_mask"}
-        with collective_call("embed", self.token_group, self.config) as call:
+        with self.token_ranks.call("embed") as call:
             if (what := self._without_images) is not None:
                 raise ValueError(f"images can't be run with {what}: leave them out")
             if tokens.dim() != 1 or not len(tokens) or tokens.dtype != torch.int64:
                 raise ValueError(f"tokens must be int64 [tokens], got {list(tokens.shape)} {tokens.dtype}")
             text_part_of(self.model)
             values = {name: x.shape for name, x in inputs.items()}
-            if group_size(self.token_group) > 1:
+            if self.token_ranks.size > 1:
                 of_all = hashlib.sha256(tokens.cpu().numpy().tobytes())
                 for x in inputs.values():
                     of_all.update(bytes_of(x))

@@ -18,20 +18,20 @@ from transformers.pytorch_utils import Conv1D
 
 from ...cache.gathered import Parts, Piece, even_shares
 from ...cache.weight_gathering import SplitFeedForward, SplitLayer, WeightGathering, current_pass
-from ...comm import gather_rows, sum_over_ranks
+from ...comm import Ranks
 from .recurrent_rules import HeadShare, attribute
 from .weight_layout import WeightLayout
 
 
-def split_model(model, layout: WeightLayout, group, *, transport: str = "auto", timeout_s: float) -> None:
+def split_model(model, layout: WeightLayout, ranks: Ranks) -> None:
     """Keep this rank's pieces of a model, in place, and connect it to the other ranks'.
 
-    group: all ranks that share the weights. transport: of sums and gathers, see `TreeConfig`.
+    ranks: all that share the weights.
     """
     for names in tied_parameters(model):
         whole = model.get_parameter(names[0])
         set_parameter(model, names, layout.piece_of(names[0], whole.data))
-    connect(model, layout, group, transport=transport, timeout_s=timeout_s)
+    connect(model, layout, ranks)
 
 
 def tied_parameters(model) -> list[list[str]]:
@@ -50,12 +50,11 @@ def set_parameter(model, names: list[str], value: Tensor) -> None:
         setattr(model.get_submodule(owner), last, parameter)
 
 
-def connect(model, layout: WeightLayout, group, *, transport: str = "auto", timeout_s: float) -> None:
+def connect(model, layout: WeightLayout, ranks: Ranks) -> None:
     """Let the modules of a model that holds this rank's pieces join their results; sets `model.weight_gathering`.
 
     With recurrent layers it is None: all ranks run all tokens, each those of its heads.
     """
-    messages = {"transport": transport, "timeout_s": timeout_s}
     sizes = _module_sizes(model, layout)
     for module, name, _, local in sizes:
         setattr(module, name, local)
@@ -64,23 +63,23 @@ def connect(model, layout: WeightLayout, group, *, transport: str = "auto", time
             module.forward = functools.partial(_projected, module)
     for name in layout.summed:
         module = model.get_submodule(name)
-        module.forward = _summed(module, group, messages)
+        module.forward = _summed(module, ranks)
     for name, (width, counts) in layout.norms.items():
         norm = model.get_submodule(name)
-        options = {"width": width, "counts": counts, "group": group, "messages": messages}
+        options = {"width": width, "counts": counts, "ranks": ranks}
         norm.forward = functools.partial(_norm, norm, norm.forward, **options)
     for name, share in layout.recurrent.items():
         norm = attribute(model.get_submodule(name), share.rule.norm)
         if share.splits_key_heads and isinstance(getattr(norm, "weight", None), nn.Parameter):
-            norm.forward = functools.partial(_gated_norm, norm, share=share, group=group, messages=messages)
+            norm.forward = functools.partial(_gated_norm, norm, share=share, ranks=ranks)
     for name, rows in layout.tables.items():
         table = model.get_submodule(name)
-        table.forward = _embedded(table, layout.share(rows), rows, group, messages)
+        table.forward = _embedded(table, layout.share(rows), rows, ranks)
     gathered = [(model.get_submodule(name), n) for name, n in layout.gathered.items()]
     for module, num_columns in ((model.get_output_embeddings(), layout.num_logits), *gathered):
         widths = even_shares(num_columns, layout.world)
-        module.register_forward_hook(functools.partial(_gathered, widths=widths, group=group, messages=messages))
-    model.weight_gathering = None if layout.recurrent else _weight_gathering(model, layout, group, sizes, **messages)
+        module.register_forward_hook(functools.partial(_gathered, widths=widths, ranks=ranks))
+    model.weight_gathering = None if layout.recurrent else _weight_gathering(model, layout, ranks, sizes)
 
 
 def _module_sizes(model, layout: WeightLayout) -> list[tuple[object, str, object, object]]:
@@ -123,7 +122,7 @@ def _projected(projection, x: Tensor) -> Tensor:
     return rows.view(*x.shape[:-1], -1)
 
 
-def _summed(module, group, messages: dict):
+def _summed(module, ranks: Ranks):
     """The forward of a module that returns a partial sum: a hook would take more function calls in every layer."""
     partial = module.forward
 
@@ -131,22 +130,22 @@ def _summed(module, group, messages: dict):
         out = partial(*args, **kwargs)
         if (gathering := current_pass.get()) is not None:
             return gathering.sum_up(module, out)
-        return sum_over_ranks(out, group, **messages)
+        return ranks.sum(out)
 
     return forward
 
 
-def _norm(norm, of_whole_rows, x: Tensor, *, width: int, counts: bool, group, messages: dict) -> Tensor:
+def _norm(norm, of_whole_rows, x: Tensor, *, width: int, counts: bool, ranks: Ranks) -> Tensor:
     """An RMS norm of rows of `width` numbers that are split over the ranks; counts: this rank's enter the sum."""
     if x.shape[-1] == width:  # weights are whole
         return of_whole_rows(x)
     numbers = x.float()
     squares = numbers.pow(2).sum(-1, keepdim=True)
-    mean = sum_over_ranks(squares if counts else torch.zeros_like(squares), group, **messages) / width
+    mean = ranks.sum(squares if counts else torch.zeros_like(squares)) / width
     return (norm.weight * (numbers * torch.rsqrt(mean + norm.variance_epsilon))).to(x.dtype)
 
 
-def _gated_norm(norm, x: Tensor, gate: Tensor, *, share: HeadShare, group, messages: dict) -> Tensor:
+def _gated_norm(norm, x: Tensor, gate: Tensor, *, share: HeadShare, ranks: Ranks) -> Tensor:
     """A gated RMS norm over the value heads of a key head, which several ranks have; x, gate [..., local width]."""
     numbers, gates = x.float(), F.silu(gate.float())
     gates_before = not getattr(norm, "norm_before_gate", False)
@@ -154,12 +153,12 @@ def _gated_norm(norm, x: Tensor, gate: Tensor, *, share: HeadShare, group, messa
     squares = numbers.new_zeros(*x.shape[:-1], share.num_keys)
     squares[..., share.keys[0]] = numbers.pow(2).sum(-1)
     width = share.width(share.rule.rows[share.rule.norm], whole=True) // share.num_keys
-    mean = sum_over_ranks(squares, group, **messages)[..., slice(*share.keys)] / width
+    mean = ranks.sum(squares)[..., slice(*share.keys)] / width
     numbers = norm.weight * (numbers * torch.rsqrt(mean + norm.variance_epsilon))
     return (numbers if gates_before else numbers * gates).to(x.dtype)
 
 
-def _embedded(table, local: tuple[int, int], num_rows: int, group, messages: dict):
+def _embedded(table, local: tuple[int, int], num_rows: int, ranks: Ranks):
     """The forward of an embedding of which this rank has the rows `local` (start, stop)."""
     look_up, table.padding_idx = table.forward, None
     first, stop = local
@@ -169,19 +168,19 @@ def _embedded(table, local: tuple[int, int], num_rows: int, group, messages: dic
             return gathering.look_up(look_up, ids, first, stop, num_rows)
         is_local = (ids >= first) & (ids < stop)
         rows = look_up((ids - first).clamp(0, stop - first - 1))
-        return sum_over_ranks(rows * is_local[..., None], group, **messages)
+        return ranks.sum(rows * is_local[..., None])
 
     return forward
 
 
-def _gathered(module, args, out: Tensor, *, widths: tuple[int, ...], group, messages: dict) -> Tensor:
+def _gathered(module, args, out: Tensor, *, widths: tuple[int, ...], ranks: Ranks) -> Tensor:
     """A hook: out [..., this rank's columns] -> [..., all columns]."""
     if out.shape[-1] == sum(widths):  # weights are whole
         return out
-    return gather_rows(out.movedim(-1, 0).contiguous(), widths, group, **messages).movedim(0, -1).contiguous()
+    return ranks.gather_rows(out.movedim(-1, 0).contiguous(), widths).movedim(0, -1).contiguous()
 
 
-def _weight_gathering(model, layout: WeightLayout, group, module_sizes: list, **wire) -> WeightGathering:
+def _weight_gathering(model, layout: WeightLayout, ranks: Ranks, module_sizes: list) -> WeightGathering:
     layers, head = [_layer(model, layout, name) for name in layout.attentions], model.get_output_embeddings()
     held = {p.name for layer in layers for parts in layer.weights for p in parts}
     for name in {*layout.pieces, *layout.of_first_rank} - held:
@@ -192,7 +191,7 @@ def _weight_gathering(model, layout: WeightLayout, group, module_sizes: list, **
     num_heads = heads.num_groups * (sum(heads.shares) + heads.num_heads_kv)
     return WeightGathering(
         model,
-        group,
+        ranks,
         layers,
         head,
         module_sizes=module_sizes,
@@ -200,7 +199,6 @@ def _weight_gathering(model, layout: WeightLayout, group, module_sizes: list, **
         hidden=model.get_input_embeddings().weight.shape[1] * width,
         heads=2 * num_heads * d * width,
         gathered=sum(layout.gathered.values()) * width,
-        **wire,
     )
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from transformers import set_seed
 
-from ...comm import outside_graphs
+from ...comm import Ranks, outside_graphs
 from ...comm.wire import share
 from .accelerated import gathers_once
 from .cache import TreeCache
@@ -239,7 +239,7 @@ class Online:
 
     def _generate(self, plain, prompts):
         """What the group's first rank has generated."""
-        return tuple(share(list(plain(prompts)), self.parallel.sp_group))
+        return tuple(share(list(plain(prompts)), Ranks.of(self.parallel.sp_group)))
 
     def _generate_single_turn(self, plain, *args, **kwargs):
         cache = TreeCache(self.model.config, cp_group=self.parallel.sp_group, tree_config=self.parallel.tree_config)
