@@ -17,6 +17,7 @@ from torch import Tensor
 from ..config import TreeConfig, default_config
 from ..merge import SumReducer
 from ..plan import Placement, Topology, default_topology, load_topology, place
+from ..plan.decode import SMALL_SUM
 from .calls import CollectiveCall
 from .collectives import start_all_to_all_v, start_gather, start_reduce_scatter
 from .group import GroupState
@@ -27,8 +28,6 @@ from .shared import SUMS, SharedMemory, join
 from .team import Team, subgroup
 from .traffic import note
 from .work import Mail, meet, run
-
-SMALL_BYTES = 1 << 16  # sums up to this size are one round of whole messages
 
 
 class Network(NamedTuple):
@@ -282,7 +281,7 @@ class Ranks:
             return self.reduce(x.contiguous())
         team, dtype = self.everyone_in_memory, x.dtype
         reducer = SumReducer(dtype, torch.promote_types(dtype, torch.float32) if x.is_floating_point() else dtype)
-        if self.size == 2 or x.nbytes <= SMALL_BYTES:  # one round of whole tensors, or two of shares
+        if self.size == 2 or x.nbytes <= SMALL_SUM:  # one round of whole tensors, or two of shares
             return reducer.merge(start_gather(x[None], team).wait()).to(dtype)
         rows = F.pad(x.flatten(), (0, -x.numel() % self.size))
         mine = reducer.narrow(start_reduce_scatter(rows, team, reducer).wait())

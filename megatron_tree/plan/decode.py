@@ -14,7 +14,7 @@ from .cost import Phase, PlacedTopology
 from .plans import Cost, DecodePlan, ReductionPlan
 
 SHARED_S = 1e-5  # a round through shared memory, the calls included; ranks that have cores meet in 3 to 10 us
-SMALL_SUM = 1 << 16  # bytes that a sum sends in one round: comm.collectives.SMALL_BYTES
+SMALL_SUM = 1 << 16  # bytes of a tensor that a sum over ranks sends whole, in one round (`comm.Ranks.sum`)
 GLOO_LATENCIES = 1.7  # per round of gloo's all-reduce, measured; two of its messages are in flight at a time
 
 

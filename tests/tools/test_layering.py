@@ -53,10 +53,13 @@ def _layer(part):
     pytest.fail(f"megatron_tree/{part} stands in no layer: add it to LAYERS and to docs/design.md")
 
 
-def _imports(path):
-    """(line, absolute dotted name) of everything a source file imports, wherever in the file."""
-    here = path.relative_to(REPO).with_suffix("").parts
-    for node in ast.walk(ast.parse(path.read_text())):
+def _imports(path, *, of_types=True):
+    """(line, absolute dotted name) of everything a source file imports, wherever in the file; of_types: also for
+    annotations only."""
+    here, tree = path.relative_to(REPO).with_suffix("").parts, ast.parse(path.read_text())
+    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    skipped = set() if of_types else {id(x) for block in blocks for x in ast.walk(block)}
+    for node in (node for node in ast.walk(tree) if id(node) not in skipped):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -123,12 +126,12 @@ def _cycles(imports):
 
 
 def _module_imports():
-    """{module: modules of the package that it imports}, wherever in the file."""
+    """{module: modules of the package that it imports when it runs}, wherever in the file."""
     paths = {path.relative_to(REPO).with_suffix(""): path for path in PACKAGE.rglob("*.py")}
     paths = {".".join(name.parts).removesuffix(".__init__"): path for name, path in paths.items()}
     imports = {}
     for module, path in paths.items():
-        parts = [name.split(".") for _, name in _imports(path)]
+        parts = [name.split(".") for _, name in _imports(path, of_types=False)]
         longest = (next((x for i in (len(p), len(p) - 1) if (x := ".".join(p[:i])) in paths), None) for p in parts)
         imports[module] = {name for name in longest if name not in (None, "megatron_tree")}
     return imports

@@ -254,7 +254,9 @@ class TreeDotProductAttention(MegatronModule):
             raise ValueError(
                 "attention_mask is set together with packed_seq_params: pass None, cu_seqlens separate the documents"
             )
-        options["causal"] = read_mask(None, mask_type, batch=1, num_queries=0, num_keys=0, cp_group=None).causal
+        options["causal"] = read_mask(
+            None, mask_type, batch=1, num_queries=0, num_keys=0, ranks=comm.Ranks.of(None)
+        ).causal
         if query.dim() == 4:
             query, key, value = (x.squeeze(1) for x in (query, key, value))
         if self.is_cross:
