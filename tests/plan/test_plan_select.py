@@ -4,9 +4,8 @@ import math
 
 import pytest
 
-from megatron_tree.comm import collectives
 from megatron_tree.config import SELECT_SCHEDULES
-from megatron_tree.plan import decode, load_topology, place, plan_select
+from megatron_tree.plan import load_topology, place, plan_select
 from megatron_tree.plan.select import COUNT_BITS
 
 
@@ -45,6 +44,3 @@ def test_refusals():
         plan(8, 1, schedule="ring")
     with pytest.raises(ValueError, match="selection of keys"):
         plan(8, 1, memory_budget=100)
-
-
-def test_the_planner_knows_when_sums_are_cut():
