@@ -32,7 +32,8 @@ def _training_traffic(rank, world, dtype):
     )
     found = {}
     for grid, back in [*zip(grids(world), grids(world)[::-1]), ("ring", "ring")]:
-        config = TreeConfig(schedule="ring") if grid == "ring" else TreeConfig(grid=grid, grid_backward=back)
+        named = {"schedule": "ring"} if grid == "ring" else {"grid": grid, "grid_backward": back, "head_chunks": 1}
+        config = TreeConfig(**named)
         with comm.record() as forward:
             out = tree_attn_func(q, k, v, cp_group=dist.group.WORLD, config=config)
         with comm.record() as backward:
