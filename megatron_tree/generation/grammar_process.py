@@ -56,12 +56,23 @@ class _Size:
         below = max([self.depth(item, above + 1) for item in value.values()], default=0)
         reference = value.get("$ref")
         if isinstance(reference, str):
+            self._check_end(reference)
             if reference not in self._depths:
                 self._depths[reference] = 0
                 self._depths[reference] = self.depth(self._target(reference), above + 1)
             below = max(below, self._depths[reference])
             self._check(above + 1 + below, MAX_DEPTH, "levels, references included")
         return 1 + below
+
+    def _check_end(self, reference: str) -> None:
+        """Raise ``ValueError`` for a reference that leads to nothing but itself."""
+        seen: set[str] = set()
+        while isinstance(reference, str):
+            if reference in seen:
+                raise ValueError(f"{reference} refers to itself, and says nothing else")
+            seen.add(reference)
+            target = self._target(reference)
+            reference = target.get("$ref") if isinstance(target, dict) else None
 
     def _target(self, reference: str) -> Any:
         """None where there is none, or elsewhere."""

@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import os
 import random
-import weakref
 from pathlib import Path
 
 import torch
@@ -46,12 +45,12 @@ def train_all(rank, world, runs):
 
 def _train(rank, world, folder, options):
     from megatron_tree import TreeConfig
-    from megatron_tree.comm import group
     from megatron_tree.files import NotWritten
     from megatron_tree.integrations import megatron as tree
     from megatron_tree.training.arguments import check_arguments, parse_arguments
     from megatron_tree.training.loop import recorded_signals, train
 
+    failed = False
     output = folder.with_name(folder.name + ".txt") if rank == 0 else os.devnull
     tree.install(tree_config=TreeConfig(tune=False))  # runs are compared bit for bit
     try:
@@ -60,11 +59,22 @@ def _train(rank, world, folder, options):
             check_arguments(args, world)
             return train(args, torch.device("cpu"), received)
     except (ValueError, NotWritten) as error:
-        group._states.pop(weakref.ref(dist.group.WORLD), None)  # it can't be used any more, but the next run shall
+        failed = True  # the default group can't be used any more
         return str(error)
     finally:
         tree.uninstall()
         _clean_up()
+        if failed:
+            _start_again(rank, world)
+
+
+def _start_again(rank, world):
+    """A new default group over the same store."""
+    from torch.distributed import distributed_c10d
+
+    store = distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world)
 
 
 def _clean_up():
