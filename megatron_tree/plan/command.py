@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
 from ..config import MaskBounds
 from ..layout import Sharding, shard_lengths, spread_documents
@@ -13,7 +12,6 @@ from ..units import format_bytes, format_seconds, parse_bytes, parse_count
 from .bound import least_bytes
 from .cast import Mask
 from .choice import fits
-from .model_report import print_rows, report
 from .planner import plan_decode, plan_training
 from .plans import PassPlan, ReductionPlan, Shape, check_heads, rival_names
 from .topology import Topology, known_topologies, load_topology, place
@@ -28,7 +26,6 @@ examples:
   megatron-tree plan --topology dgx_h100 --nodes 8 --heads 64 --kv-heads 8 --head-dim 64 --window 127
   megatron-tree plan --topology dgx_h100 --nodes 8 --pass forward --documents 200x2k,1x128k
   megatron-tree plan --topology dgx_h100 --nodes 8 --tp 8 --heads 64 --kv-heads 8 --pass backward
-  megatron-tree plan --topology dgx_h100 --nodes 4 --seq-len 1M --model my-model/config.json
 
 k, M and G are 1024, 1024^2 and 1024^3 tokens; kB, MB, GB (10^3 ...) and KiB, MiB, GiB (2^10 ...) are bytes.
 """
@@ -70,8 +67,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--head-dim", type=parse_count, default=128, help="of queries, keys and values (default 128)")
     add("--dtype", choices=BYTES, default="bf16", help="of q, k, v and the messages (default bf16)")
     add("--window", type=parse_count, help="keys that a query sees before itself (default: all)")
-    add("--model", type=Path, help="the config.json of a model: print its sizes, and what a decode step and a prompt "
-        "of the whole model read, send and take for every way to share its weights, and nothing else")  # fmt: skip
     add = parser.add_argument_group("the plan").add_argument
     add("--pass", dest="passes", choices=("all", *PASSES, *DUAL), default="all", help="what to plan: forward, backward "
         "and decode (all, the default) or one of them; a forward with tangents (jvp); a second-order pass (second)",
@@ -103,11 +98,6 @@ def run(args: argparse.Namespace) -> None:
     if args.nodes * ranks % args.tp:
         raise ValueError(f"--tp {args.tp} must divide the {args.nodes} x {ranks} ranks")
     hosts = [n // ranks for n in range(0, args.nodes * ranks, args.tp)]
-    if args.model is not None:
-        if args.tp > 1:
-            raise ValueError("--model plans every way to share the weights, tensor parallelism too: leave --tp out")
-        report(args.model, topology, hosts, args.batch, args.seq_len, BYTES[args.dtype], as_json=args.json)
-        return
     if args.documents is not None and (args.batch > 1 or "decode" in passes):
         raise ValueError("--documents are packed in one row, for training: leave --batch out, and select --pass")
     shape = Shape(args.heads, args.kv_heads, args.head_dim, args.head_dim).over(args.tp)
@@ -214,9 +204,19 @@ def _print(name: str, table, chosen: list, topology: Topology, args) -> None:
         sent = [format_bytes(n) for n in cost.bytes_per_level]
         mark, buffers = "*" * (candidate in chosen), format_bytes(cost.peak_bytes)
         rows.append([mark, str(candidate), *times, *sent, str(cost.steps), buffers, ", ".join(notes)])
-    print_rows(rows)
+    _print_rows(rows)
     if len(shown) < len(table):
         print(f"   {len(table) - len(shown)} more: --all")
+
+
+def _print_rows(rows: list[list[str]]) -> None:
+    """Columns: a mark and a name to the left, what begins with a digit and its heading to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    right = [any(cell[:1].isdigit() for cell in column) for column in zip(*rows)]
+    print()
+    for row in rows:
+        cells = (cell.rjust(w) if to_right else cell.ljust(w) for cell, w, to_right in zip(row, widths, right))
+        print("  ".join(cells).rstrip())
 
 
 def _values(candidate: PassPlan | ReductionPlan, chosen: bool, topology: Topology) -> dict:

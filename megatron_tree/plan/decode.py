@@ -236,16 +236,9 @@ def projects_first(placed: PlacedTopology, results: DecodePlan, projected: Decod
     return projected.cost.time_s + more_bytes / placed.topology.memory_bandwidth < results.cost.time_s
 
 
-def summed(placed: PlacedTopology, size: float) -> tuple[float, float]:
-    """(seconds, bytes that a rank sends) of a sum over all ranks, as `Ranks.sum` makes it."""
-    total = Rounds(placed)
-    if placed.world > 1:
-        add_sum(total, size)
-    return total.time, sum(total.sent)
-
-
 def add_sum(total: Rounds, size: float) -> None:
-    """Every rank gets the sum of all ranks' `size` bytes: of whole messages, or above `SMALL_SUM` of shares."""
+    """Every rank gets the sum of all ranks' `size` bytes, as by `Ranks.sum`: of whole messages, or above `SMALL_SUM` of
+    shares."""
     placed, share = total.placed, -(-size // total.placed.world)
     if not placed.direct:
         _all_reduce(total, size)

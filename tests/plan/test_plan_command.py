@@ -8,7 +8,6 @@ import pytest
 
 from megatron_tree.plan.command import EXAMPLES, main
 from megatron_tree.plan.topology import TOPOLOGIES
-from support.published_models import MODELS
 
 SMALL = ["--topology", "ethernet", "--nodes", "2", "--ranks-per-node", "2", "--heads", "4", "--seq-len", "8k"]
 
@@ -90,7 +89,6 @@ def test_the_budget(capsys):
         ([*SMALL, "--tp", "3"], "--tp 3 must divide --heads 4"),
         ([*SMALL, "--tp", "4", "--heads", "12", "--kv-heads", "6"], "--tp 4 and --kv-heads 6: one must divide"),
         ([*SMALL, "--tp", "8", "--heads", "8"], "--tp 8 must divide the 2 x 2 ranks"),
-        ([*SMALL, "--tp", "2", "--model", "config.json"], "--model plans every way to share the weights"),
         ([*SMALL, "--documents", "4x1k"], "--documents are packed in one row, for training"),
     ],
 )
@@ -103,8 +101,6 @@ def test_errors_are_one_line(capsys, options, message):
 def test_the_examples_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text((TOPOLOGIES / "ethernet.yaml").read_text())
-    (tmp_path / "my-model").mkdir()
-    (tmp_path / "my-model" / "config.json").write_text(json.dumps(MODELS["Llama 3.1 70B"]))
     for line in EXAMPLES.splitlines():
         if line.startswith("  megatron-tree plan "):
             assert main(shlex.split(line)[2:]) == 0

@@ -8,7 +8,7 @@ from ... import comm
 from ...config import TreeConfig
 from ...plan import place
 from ...plan.cost import placed_topology
-from ...plan.step import repeats_queries, splits_latents
+from ...plan.weights import repeats_queries, splits_latents
 from .split_rules import plan_layout
 from .weight_layout import WeightLayout
 
