@@ -6,16 +6,38 @@ Ranks send queries and partial results, not the cache. `tree_decode` is one call
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import comm
-from ..config import TreeConfig
+from .. import comm, kernels
+from ..config import AttnSpec, TreeConfig
 from ..kernels import KVCache, SharedPages
-from .decode_call import DecodeCall, DecodeOptions
+from ..log import say_once
+from ..merge import merge_sinks, state_dtype
+from ..plan import DecodePlan, plan_decode
+from ..plan.cost import placed_topology
+from ..plan.decode import exchanges_queries, projects_first
+from .derivatives import check_tangents, in_torch
+from .head_shares import all_heads_of, check_head_shares, gather_heads, has_all_heads, slice_of
 from .precision import autocast
+from .spec import make_spec
+from .tuning import Stopwatch, tuned_plan
+from .validate import (
+    check_cache,
+    check_decode_schedule,
+    check_finite_cache,
+    check_seen_slots,
+    check_selected_slots,
+    check_shared,
+    check_sinks,
+)
 
 TRUSTING = ("first", "never")  # values of `TreeConfig.check` with which calls that are alike are checked once
 
@@ -145,3 +167,332 @@ class DecodeStep:
                 if ranks.config.check in TRUSTING:
                     self._known[key] = planned, same
             return planned.run(q, cache, sinks, projection)
+
+
+class DecodeOptions(NamedTuple):
+    """Options of a decode call, see `tree_decode`."""
+
+    ranks: comm.Ranks
+    softmax_scale: float | None = None
+    window_size: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    head_shares: Sequence[int] | None = None
+    schedule: str = "auto"
+
+
+def project(out: Tensor, projection: Tensor) -> Tensor:
+    """out [b, s, h, d_v] with the matrix of every head, [h, d, d_v], applied: [b, s, h, d]."""
+    return torch.einsum("bshv,hdv->bshd", out, projection)
+
+
+@dataclass(kw_only=True)
+class DecodeCall:
+    """A planned decode call.
+
+    Results may be projected, head by head. That is linear, so partial results can be, too: then the ranks merge what
+    is projected, which may be narrower.
+    """
+
+    agreement: comm.Agreement
+    options: DecodeOptions
+    spec: AttnSpec
+    backend: kernels.Backend
+    plan: DecodePlan
+    positions: tuple[Tensor, Tensor] | None
+    """Of the queries and slots, as kernels take them."""
+    q_shape: torch.Size
+    """[b, s_q, h, d], with the heads of all ranks."""
+    dtype: torch.dtype
+    device: torch.device
+    head_shares: tuple[int, ...] | None
+    """Query heads of every rank, if there are several ranks and each has some of them; so has its result."""
+    num_heads: int
+    """Of the result."""
+    exchanges_queries: bool
+    """How heads are gathered, see `comm.gather_rows`."""
+    merged_dim: int
+    """Numbers of a result that is merged: head_dim_v, or, if partial results are projected, what that gives."""
+
+    @classmethod
+    def planned(
+        cls, call: comm.CollectiveCall, q, cache: KVCache, options: DecodeOptions, sinks=None, projection=None
+    ) -> DecodeCall:
+        """Check and compare the call inside of `call`, and plan it. Tensors as of `DecodeStep.decode`."""
+        ranks, config = options.ranks, options.ranks.config
+        head_shares, spec, backend, cache = _checked(q, cache, options, sinks)
+        whole, d_v, world = all_heads_of(q, head_shares), cache.values.shape[3], ranks.size
+        of_all = projection is not None and len(projection) == whole.shape[2]
+        agreement = call.agree(
+            q=whole.shape,
+            num_heads_kv=cache.k.shape[2],
+            head_dim_v=d_v,
+            latent=cache.v is None,
+            dtype=q.dtype,
+            spec=spec,
+            sinks=sinks is not None,
+            projection=None if projection is None else (projection.shape[1], of_all),
+            head_shares=head_shares,
+            gathers_heads=not has_all_heads(q, head_shares),
+            schedule=options.schedule,
+            positions=cache.q_positions is not None,
+            paged=cache.block_table is not None,
+            selected=cache.selected is not None,
+            config=config,
+            topology=ranks.fingerprint,
+        )
+        network = ranks.network_of_memory
+        plan_on, merged_dim = _plan(options, whole, head_shares, d_v, projection if of_all else None)
+        share = whole.numel() * whole.element_size() / world
+        made = functools.partial(
+            cls,
+            agreement=agreement,
+            options=options,
+            spec=spec,
+            backend=backend,
+            positions=None if cache.q_positions is None else (cache.q_positions, cache.k_positions),
+            q_shape=whole.shape,
+            dtype=q.dtype,
+            device=q.device,
+            head_shares=head_shares if world > 1 else None,
+            num_heads=q.shape[2] if head_shares is None else head_shares[ranks.rank],
+            exchanges_queries=exchanges_queries(placed_topology(*network), share),
+            merged_dim=merged_dim,
+        )
+        if _is_tuned(options) and world > 1:
+
+            def run(plan: DecodePlan, watch: Stopwatch) -> None:
+                watch.timed(lambda: made(plan=plan).run(q, cache, sinks, projection))
+
+            kind = ("decode", whole.shape[:3].numel(), merged_dim, head_shares is not None, config, ranks.fingerprint)
+            plan = tuned_plan(ranks, kind, plan_on, network.topology, run)
+        else:
+            plan = plan_on(topology=network.topology)
+        if options.schedule == "auto" and world > 1 and q.shape[1] == 1:
+            # the reason has numbers that differ between batch sizes
+            say_once(f"decode schedule: {plan.reason}", about=f"decode schedule {plan.schedule}")
+        return made(plan=plan)
+
+    def run(self, q: Tensor, cache: KVCache, sinks=None, projection=None) -> tuple[Tensor, Tensor]:
+        """out [b, s_q, h, d_v] of q's dtype and lse [b, h, s_q], fp32, the same bits on every rank that has a head."""
+        shares, ranks, merged_dim = self.head_shares, self.options.ranks, self.merged_dim
+        if self.positions is not None:
+            cache = cache._replace(q_positions=self.positions[0], k_positions=self.positions[1])
+        if self.plan.schedule == "ring" and not self.is_alone:
+            state = decode_ring(q if shares is None else self._all_heads(q), cache, self.spec, self.backend, ranks)
+        else:
+            # receives are posted before the local attention, so that gloo announces the buffers to the senders then
+            merge = None if self.is_alone else self._reduction.start()
+            state = self.backend.attn_decode(q if shares is None else self._all_heads(q), cache, self.spec)
+            if state.shape[-1] != merged_dim + 1:
+                partial = project(state[..., :-1].to(q.dtype), projection)
+                state, projection = torch.cat((partial, state[..., -1:]), -1), None
+            if merge is not None:
+                state = merge((state.permute(2, 0, 1, 3) if self._merges_local_heads else state).contiguous())
+        if self._merges_local_heads:
+            state = state.permute(1, 2, 0, 3)
+        elif shares is not None:
+            state = state[:, :, slice_of(shares, ranks.rank)]
+        out, lse = state.narrow(-1, 0, merged_dim), state.select(-1, merged_dim).transpose(1, 2)
+        if sinks is not None:
+            out, lse = merge_sinks(out, lse, sinks)
+        out = out.to(q.dtype)
+        if projection is not None:
+            if len(projection) != self.num_heads:
+                projection = projection[slice_of(shares, ranks.rank)]
+            out = project(out, projection)
+        return out, lse
+
+    @functools.cached_property
+    def is_alone(self) -> bool:
+        """Whether one rank has the whole cache."""
+        return self.options.ranks.size == 1
+
+    @functools.cached_property
+    def _merges_local_heads(self) -> bool:
+        """Whether each rank merges the results of its own heads only."""
+        return self.head_shares is not None and self.plan.schedule == "scatter"
+
+    @functools.cached_property
+    def _reduction(self) -> comm.Reduction:
+        (*rows, heads, _), width, local = self.q_shape, self.merged_dim + 1, self._merges_local_heads
+        ranks = self.options.ranks
+        return comm.Reduction(
+            ranks=ranks,
+            schedule="local_share" if local else self.plan.schedule,
+            shape=(heads, *rows, width) if local else (*rows, heads, width),
+            dtype=state_dtype(self.dtype),
+            in_memory=True,
+            order=ranks.network.placement.order,
+            block=ranks.network.placement.block,
+            across=self.plan.across,
+            shares=self.head_shares if local else (),
+        )
+
+    def _all_heads(self, q: Tensor) -> Tensor:
+        return gather_heads(q, self.head_shares, self.options.ranks, exchanged=self.exchanges_queries)
+
+
+def _checked(
+    q, cache: KVCache, options: DecodeOptions, sinks
+) -> tuple[tuple[int, ...] | None, AttnSpec, kernels.Backend, KVCache]:
+    """(head shares, spec, backend, cache with positions as kernels take them) of a call whose tensors fit together."""
+    ranks, config, slopes = options.ranks, options.ranks.config, options.alibi_slopes
+    tensors = dict(q=q, k_cache=cache.k, v_cache=cache.v, sinks=sinks)
+    check_decode_schedule(options.schedule, config)
+    head_shares = check_head_shares(options.head_shares, q, ranks)
+    whole = all_heads_of(q, head_shares)
+    check_cache(whole, cache)
+    mathematics = (True, options.softmax_scale, options.window_size, options.softcap)
+    spec = make_spec(whole, *mathematics, deterministic=config.deterministic, alibi_slopes=slopes)
+    check_sinks(sinks, q, None if head_shares is None else head_shares[ranks.rank])
+    cache = check_seen_slots(q, cache, spec)
+    choice = dict(masked=cache.needs_mask, decodes=True)
+    backend = kernels.choose(whole, cache.k, cache.values, spec, config.backend, **choice)
+    if not in_torch(ranks, backend):
+        check_tangents(**tensors)
+    check_shared(q, cache, spec, options.schedule)
+    check_selected_slots(q, cache, spec, options.schedule)
+    if cache.block_table is not None:
+        backend.check_pages(cache.k)
+    check_finite_cache(ranks, q, cache, sinks)
+    return head_shares, spec, backend, cache
+
+
+def _is_tuned(options: DecodeOptions) -> bool:
+    """Whether the user leaves the schedule to measurements. Not on a GPU, whose steps may be recorded with their plan;
+    through shared memory there is nothing to choose."""
+    ranks, config = options.ranks, options.ranks.config
+    free = options.schedule == "auto" and config.tune and not config.deterministic
+    return free and ranks.device_type == "cpu" and ranks.memory is None
+
+
+def _plan(
+    options: DecodeOptions, q: Tensor, head_shares, head_dim_v: int, projection: Tensor | None
+) -> tuple[Callable[..., DecodePlan], int]:
+    """(the plan on a topology, numbers of a result that is merged) of a call with queries q of all heads, whose partial
+    results may be projected."""
+    world, config, network = options.ranks.size, options.ranks.config, options.ranks.network_of_memory
+    plan_of = functools.partial(
+        plan_decode,
+        world,
+        rows=q.shape[:3].numel(),
+        local_heads=head_shares is not None,
+        kv_bytes=None,  # shards differ between ranks, and every rank must compute the same plan
+        topology=network.topology,
+        placement=network.placement,
+        schedule=options.schedule,
+        memory_budget=config.memory_budget,
+        deterministic=config.deterministic,
+    )
+    if projection is not None and world > 1 and options.schedule != "ring" and not config.deterministic:
+        width = projection.shape[1]
+        plan, projected = plan_of(head_dim_v=head_dim_v), plan_of(head_dim_v=width)
+        more = 0 if head_shares is None else projection.numel() * projection.element_size() * (1 - 1 / world)
+        if projects_first(placed_topology(*network), plan, projected, more):
+            return functools.partial(plan_of, head_dim_v=width), width
+    return functools.partial(plan_of, head_dim_v=head_dim_v), head_dim_v
+
+
+def decode_ring(q: Tensor, cache: KVCache, spec: AttnSpec, backend: kernels.Backend, ranks: comm.Ranks) -> Tensor:
+    """The baseline: the packed state [b, s_q, h, d_v + 1] of q [b, s_q, h, d] over every rank's cache, in p - 1 shifts
+    of the cache while the current one is computed.
+
+    Shards differ in length, and positions travel along where only some slots are valid. So each message is preceded by
+    a header that says what the next one will be. The ranks' states are merged in rank order, so all ranks get the same
+    bits.
+    """
+    order = ranks.network.placement.order
+    shift = functools.partial(comm.start_shift, order=order, ranks=ranks)
+    p, at = len(order), order.index(ranks.rank)
+    cache = _dense(cache, q.dtype)
+    q_positions = cache.q_positions
+    if q_positions is None:
+        q_positions = torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device)
+    shard = _Shard.of(cache)
+    buffers = _TwoBuffers(*(x for x in (shard.k, shard.v) if x is not None))
+    header = shift(shard.header, torch.empty_like(shard.header)).wait()
+    states: dict[int, Tensor] = {}
+    for step in range(p):
+        transfers: list[comm.Transfer] = []
+        if step < p - 1:
+            arriving = buffers.shard(step, header)
+            pairs = itertools.zip_longest(shard.tensors, arriving.tensors)
+            transfers = [shift(send, receive) for send, receive in pairs]
+            if step < p - 2:
+                following = shift(header, torch.empty_like(header))
+        held = KVCache(shard.k, shard.v, head_dim_v=cache.head_dim_v)
+        if shard.positions is not None:
+            held = held._replace(q_positions=q_positions, k_positions=shard.positions)
+        states[order[at - step]] = backend.attn_decode(q, held, spec)
+        for transfer in transfers:
+            transfer.wait()
+        if step < p - 1:
+            shard = arriving
+        if step < p - 2:
+            header = following.wait()
+    return kernels.merge_packed(torch.stack([states[rank] for rank in range(p)]))
+
+
+def _dense(cache: KVCache, dtype: torch.dtype) -> KVCache:
+    """A paged cache as one [b, longest row, ...], to be sent whole."""
+    if cache.block_table is None:
+        return cache
+    rows = [cache.row(i, dtype) for i in range(len(cache.block_table))]
+    pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    k = pad([row.k[0] for row in rows])
+    v = None if cache.v is None else pad([row.v[0] for row in rows])
+    positions = None if cache.k_positions is None else cache.k_positions[:, : k.shape[1]]
+    return KVCache(k, v, None, None, cache.head_dim_v, cache.lengths, cache.q_positions, positions)
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One rank's cache on its way: k [b, n, h_kv, d], v [b, n, h_kv, d_v] or None where it begins k, positions int64
+    [b, n] or None for all."""
+
+    k: Tensor
+    v: Tensor | None
+    positions: Tensor | None
+
+    @classmethod
+    def of(cls, cache: KVCache) -> _Shard:
+        """This rank's: slots beyond a row's length get position -1, and zeros since NaN may lie there."""
+        k, v, positions = cache.k, cache.v, cache.k_positions
+        if cache.lengths is not None:
+            beyond = torch.arange(k.shape[1], device=k.device) >= cache.lengths[:, None]
+            if positions is None:
+                positions = torch.zeros(k.shape[:2], dtype=torch.int64, device=k.device)
+            positions = positions.masked_fill(beyond, -1)
+            k, v = (None if x is None else x.masked_fill(beyond[..., None, None], 0) for x in (k, v))
+        return cls(*(None if x is None else x.contiguous() for x in (k, v, positions)))
+
+    @property
+    def header(self) -> Tensor:
+        """int64 [2]: its length, and whether positions travel with it."""
+        return torch.tensor([self.k.shape[1], int(self.positions is not None)], device=self.k.device)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [x for x in (self.k, self.v, self.positions) if x is not None]
+
+
+class _TwoBuffers:
+    """Two buffers, for the current shard and the arriving one, used in turn; they grow for longer shards."""
+
+    def __init__(self, *like: Tensor):
+        self._like = like
+        self._buffers = [[x.new_empty(0) for x in self._like] for _ in range(2)]
+
+    def shard(self, step: int, header: Tensor) -> _Shard:
+        """Buffers for the shard of this header, where the shard of two steps ago was."""
+        length, with_positions = header.tolist()
+        buffers, views = self._buffers[step % 2], []
+        for i, like in enumerate(self._like):
+            shape = (like.shape[0], length, *like.shape[2:])
+            if buffers[i].numel() < math.prod(shape):
+                buffers[i] = like.new_empty(math.prod(shape))
+            views.append(buffers[i][: math.prod(shape)].view(shape))
+        batch, device = self._like[0].shape[0], self._like[0].device
+        positions = torch.empty(batch, length, dtype=torch.int64, device=device) if with_positions else None
+        return _Shard(views[0], views[1] if len(views) > 1 else None, positions)

@@ -16,9 +16,7 @@ from ..log import say_once
 from ..merge import NO_ENTRY, ListReducer
 from ..plan import plan_select
 from .derivatives import check_tangents
-from .finite import check_finite_index
-from .validate import DTYPES, check_device, describe
-from .validate_cache import check_cache, check_seen_slots
+from .validate import DTYPES, check_cache, check_device, check_finite_index, check_seen_slots, describe
 
 
 @comm.public_call

@@ -20,7 +20,7 @@ from ..plan import PassPlan
 from .call import AttnCall
 from .cell import Kept
 from .exchanged import returned
-from .finite import check_finite_shares
+from .validate import check_finite_shares
 
 
 def in_torch(ranks: comm.Ranks, backend: Backend) -> bool:

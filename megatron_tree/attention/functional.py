@@ -34,13 +34,13 @@ from . import passes
 from .autograd import attention, goes_backward
 from .call import AttnArgs
 from .derivatives import has_tangents, only_backward
-from .finite import check_finite_shares
 from .precision import autocast
 from .sequences import layouts_of
 from .slices import make_slices
 from .spec import make_spec
 from .validate import (
     check_cross_documents,
+    check_finite_shares,
     check_heads,
     check_lengths,
     check_packed,

@@ -27,7 +27,7 @@ from ..kernels import index_scores
 from ..layout import Layout, Segment, Sharding, check_layout, shard_lengths
 from ..layout import positions_of as positions_of_rows
 from ..merge import NO_ENTRY, ListReducer, positions_of, ranked
-from .prefill_cell import PromptChunk, of_runs
+from .prefill import PromptChunk, of_runs
 from .sequences import layouts_of
 from .validate import check_runs, check_segments, describe
 

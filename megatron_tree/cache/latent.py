@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attention.decode_call import project
+from ..attention.decode import project
 
 
 class LatentHeads(NamedTuple):

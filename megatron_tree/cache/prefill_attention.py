@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..attention.prefill import tree_prefill
-from ..attention.prefill_cell import why_not
+from ..attention.prefill import tree_prefill, why_not
 from ..attention.selection import tree_select_prefill
 from ..comm import Ranks
 from ..config import TreeConfig

@@ -7,8 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from ..attention.decode import DecodeStep
-from ..attention.decode_call import DecodeOptions
+from ..attention.decode import DecodeOptions, DecodeStep
 from ..attention.head_shares import slice_of
 from ..comm import Ranks
 from ..config import TreeConfig

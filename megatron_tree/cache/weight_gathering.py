@@ -1,7 +1,7 @@
 """Prefill of a model whose weights are split over ranks, in which every rank runs its share of the tokens.
 
 The weights of attention are gathered one layer ahead. Those of MLPs and experts are gathered too where that moves fewer
-bytes; otherwise their tokens are gathered and their results reduced and scattered (`plan/prefill.py`). The rank that
+bytes; otherwise their tokens are gathered and their results reduced and scattered (`plan/weights.py`). The rank that
 owns a vocabulary row embeds it for the others. All ranks run the LM head on the last token's hidden state.
 """
 
@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..comm import Pending, Ranks, Team, start_all_to_all_v, start_gather, start_reduce_scatter
 from ..merge import SumReducer
-from ..plan.prefill import PrefillPlan, PrefillSizes, plan_prefill
+from ..plan.weights import PrefillPlan, PrefillSizes, plan_prefill
 from .gathered import Parts, even_shares, num_words, own_part, whole_parameters
 
 current_pass: contextvars.ContextVar[GatheringPass | None] = contextvars.ContextVar("gathering_pass", default=None)

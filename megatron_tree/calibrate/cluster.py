@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import comm
 from ..comm.links import without_latency
 from ..plan import Level, Topology
 from . import compute
@@ -56,7 +55,7 @@ def calibrate(
     links = Links(device, timeout_s)
     if links.world < 2:
         raise ValueError("calibrate: one rank has no links to measure: start at least two")
-    hosts, backend = comm.ranks_by_host(links.ranks), links.ranks.backend
+    hosts, backend = links.ranks.by_host, links.ranks.backend
     say(f"{links.world} ranks on {len(hosts)} hosts, {backend} on {device.type}")
     levels, overhead_s, table = _measure_levels(links, hosts, say)
     transport, wake_s, shared_s, chunk_s = "builtin", 0.0, 0.0, overhead_s  # a GPU's launches take about as long

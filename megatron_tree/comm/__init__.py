@@ -7,7 +7,6 @@
 - interop.py      arguments of the public functions, modules, torch.compile, DeviceMesh and DTensor
 - transforms.py   torch.func
 - team.py         ranks that gather keys or queries together, nested by node, and their process groups
-- machines.py     on which host every rank runs
 - links.py        latency and bandwidth between ranks, measured
 - work.py         messages and collectives in progress, and their time limits
 - collectives.py  gathers and reduce-scatters of a team, in one or two levels
@@ -38,7 +37,6 @@ from .group import group_rank, group_size
 from .health.monitored import monitored, waited_s
 from .interop import check_local, derivative, forward_in_step, outside_graphs, process_group, public_call
 from .links import Links, measured_links
-from .machines import ranks_by_host
 from .ranks import Network, Ranks
 from .reductions import Reduction, by_owner
 from .team import Team
@@ -72,7 +70,6 @@ __all__ = [
     "part_of_call",
     "process_group",
     "public_call",
-    "ranks_by_host",
     "record",
     "shared_checks",
     "start_all_to_all",

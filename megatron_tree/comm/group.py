@@ -34,7 +34,7 @@ class GroupState:
     tags: Iterator[int] = field(default_factory=itertools.count)
     """work.py: tags of messages."""
     hosts: tuple[str, ...] | None = None
-    """machines.py: the host of every rank, once asked."""
+    """ranks.py: the host of every rank, once asked."""
     links: dict[str, Any] = field(default_factory=dict)
     """links.py: `Links`, once measured, by the type of a device."""
     shared: Any = None

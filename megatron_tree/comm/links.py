@@ -17,7 +17,6 @@ import torch
 from ..log import say_once
 from ..units import format_bytes, format_seconds
 from .collectives import GATHERS
-from .machines import ranks_by_host
 from .work import Mail, Pending, start_shift
 
 if TYPE_CHECKING:
@@ -66,13 +65,14 @@ def measured_links(ranks: Ranks) -> Links:
     """
     found = ranks.state.links
     if ranks.device_type not in found:
-        links = found[ranks.device_type] = _measure(ranks, ranks_by_host(ranks))
+        links = found[ranks.device_type] = _measure(ranks)
         if ranks.rank == 0:
             say_once(f"measured: {links}")
     return found[ranks.device_type]
 
 
-def _measure(ranks: Ranks, by_host: list[list[int]]) -> Links:
+def _measure(ranks: Ranks) -> Links:
+    by_host = ranks.by_host
     places = [tuple(r for r in place if r is not None) for place in itertools.zip_longest(*by_host)]
     across = [place for place in places if len(place) > 1]  # a ring for each place on a host
     inside = [tuple(x) for x in by_host if len(x) > 1]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import socket
 import weakref
 import zlib
 from datetime import timedelta
@@ -21,9 +23,9 @@ from ..plan.decode import SMALL_SUM
 from .calls import CollectiveCall
 from .collectives import start_all_to_all_v, start_gather, start_reduce_scatter
 from .group import GroupState
+from .health.agreement import gather
 from .health.watchdog import Watchdog
 from .links import Links, measured_links
-from .machines import hosts_of
 from .shared import SUMS, SharedMemory, join
 from .team import Team, subgroup
 from .traffic import note
@@ -197,10 +199,26 @@ class Ranks:
         """Whether the user leaves the network to measurements."""
         return self.config.topology is None and self.config.tune and not self.config.deterministic
 
-    @functools.cached_property
+    @property
     def hosts(self) -> tuple[str, ...]:
-        """The host of every rank; see `hosts_of`. Collective at the group's first call."""
-        return hosts_of(self)
+        """The host of every rank; ranks are on one host when these are equal. Asked once per group.
+
+        A host is a name and a network namespace: containers with the same name but separate networks are different
+        hosts. Raises `CommError` naming the ranks that did not answer in time.
+        """
+        if self.size == 1:
+            return (_this_host(),)
+        if self.state.hosts is None:
+            self.state.hosts = tuple(gather(self.watchdog, "host", _this_host(), self.timeout_s))
+        return self.state.hosts
+
+    @property
+    def by_host(self) -> list[list[int]]:
+        """The ranks on each host, hosts in the order of their first rank."""
+        members: dict[str, list[int]] = {}
+        for rank, host in enumerate(self.hosts):
+            members.setdefault(host, []).append(rank)
+        return list(members.values())
 
     # some of the ranks
 
@@ -340,3 +358,10 @@ def _measured(assumed: Topology, links: Links) -> Topology:
                 levels[at], latency_s=latency_s, bandwidth=link.bandwidth, port_bandwidth=link.port_bandwidth
             )
     return dataclasses.replace(assumed, name="measured", levels=tuple(levels))
+
+
+def _this_host() -> str:
+    try:
+        return f"{socket.gethostname()}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:  # not Linux
+        return socket.gethostname()

@@ -163,11 +163,11 @@ def test_broadcasts(world):
 def _where(rank, world):
     found = bound().hosts
     GroupState.of(dist.group.WORLD).hosts = None
-    real, comm.machines._this_host = comm.machines._this_host, lambda: f"node{rank // 2}"
+    real, comm.ranks._this_host = comm.ranks._this_host, lambda: f"node{rank // 2}"
     try:
         return found, bound(dist.new_group(range(world))).hosts
     finally:
-        comm.machines._this_host = real
+        comm.ranks._this_host = real
 
 
 def test_hosts_are_told_apart():

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import TreeConfig, comm, tree_decode, tree_select
-from megatron_tree.attention.decode import DecodeStep
-from megatron_tree.attention.decode_call import DecodeOptions
+from megatron_tree.attention.decode import DecodeOptions, DecodeStep
 from megatron_tree.config import DECODE_SCHEDULES, SELECT_SCHEDULES
 from megatron_tree.kernels import KVCache
 from megatron_tree.plan import plan_select

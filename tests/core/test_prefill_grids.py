@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import TreeConfig, comm, tree_prefill
-from megatron_tree.attention import prefill_cell
+from megatron_tree.attention import prefill
 from megatron_tree.cache.forward import forward_pass
 from megatron_tree.layout import Segment
 from megatron_tree.plan import chunk_sizes, default_topology, grids, place, save_topology
@@ -25,7 +25,7 @@ B, H, H_KV, D, D_V, ROWS = 2, 4, 2, 8, 6, 10  # rows: queries of a rank
 def _prefill_over_hosts(rank, world, hosts, transport, head_chunks):
     """Every grid and nesting on hosts in any order: the worst error, and how many were nested."""
     q, k, v = decode_inputs(1, 59, 59, (8, 4), dtype=torch.float32)
-    placement, worst, planned = place(default_topology("gloo"), hosts), [], prefill_cell.plan_prefill_grid
+    placement, worst, planned = place(default_topology("gloo"), hosts), [], prefill.plan_prefill_grid
     arrangements = [(grid, inner) for grid in grids(world) for inner in inner_grids(grid, placement.block)]
     options = {"config": TreeConfig(transport=transport, timeout_s=30), "alibi_slopes": make_slopes(8)}
     with Hosts(hosts):
@@ -36,7 +36,7 @@ def _prefill_over_hosts(rank, world, hosts, transport, head_chunks):
                 return replace(plan, arrangement=plan.arrangement._replace(inner=inner), head_chunks=head_chunks)
 
             cache, row = cache_of(rank, world, options, 4)
-            with mock.patch.object(prefill_cell, "plan_prefill_grid", pinned):
+            with mock.patch.object(prefill, "plan_prefill_grid", pinned):
                 for new in (slice(0, 7), slice(7, 59)):
                     out, mine = prefill_chunk(cache, row, q[:, new], k[:, new], v[:, new], options, grid)
                     truth = cached_oracle(

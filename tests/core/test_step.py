@@ -5,8 +5,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import TreeConfig, tree_decode
-from megatron_tree.attention.decode import DecodeStep
-from megatron_tree.attention.decode_call import DecodeCall, DecodeOptions
+from megatron_tree.attention.decode import DecodeCall, DecodeOptions, DecodeStep
 from megatron_tree.comm import Ranks
 from megatron_tree.kernels import KVCache
 from support.attention import make_slopes

@@ -12,7 +12,7 @@ class Hosts:
         self.hosts = hosts
 
     def __enter__(self):
-        self.real, comm.machines._this_host = comm.machines._this_host, lambda: f"host{self.hosts[dist.get_rank()]}"
+        self.real, comm.ranks._this_host = comm.ranks._this_host, lambda: f"host{self.hosts[dist.get_rank()]}"
 
     def __exit__(self, *_):
-        comm.machines._this_host = self.real
+        comm.ranks._this_host = self.real

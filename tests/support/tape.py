@@ -12,7 +12,7 @@ from torch.distributed import _functional_collectives  # noqa: F401  registers w
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatron_tree.attention import validate_cache
+from megatron_tree.attention import validate
 from megatron_tree.cache.graph import GraphedSteps
 from megatron_tree.cache.trace import _described, _reads_on_host
 from megatron_tree.kernels import native
@@ -117,7 +117,7 @@ class TapedSteps(GraphedSteps):
         super().__init__(runner, capture=Tape)
 
     def _run(self, *args, **options):
-        with mock.patch.object(validate_cache, "_is_beyond", return_value=False):
+        with mock.patch.object(validate, "_is_beyond", return_value=False):
             return super()._run(*args, **options)
 
 
