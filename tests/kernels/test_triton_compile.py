@@ -171,6 +171,7 @@ def check_memory(used, arch):
         assert (name in kernels) <= shared <= SHARED[arch] and tensor_memory <= TENSOR_MEMORY, launch
 
 
+@pytest.mark.slow
 def test_the_main_kernels_fit(tmp_path):
     """And products of sm_90 are those of its warp groups, but for 32 keys at a time."""
     used = compilations(MEMORY, tmp_path, "sm90", ([(128, 128)], ["bfloat16"], [0.0], [(1, 8)]))

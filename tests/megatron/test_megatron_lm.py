@@ -71,6 +71,7 @@ def checkout(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is added where there is a GPU")
 def test_a_script_runs_unmodified_with_its_own_arguments(checkout):
     """One rank: what the script sees, and that its training loop's CUDA assertion and warm-up are out of the way."""

@@ -30,6 +30,7 @@ def _on_cluster():
     return calibrate(CPU, name="emulated", memory_bandwidth=2e9, flops=3e9)
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 @emulated
 def test_finds_what_the_network_was_set_to(tmp_path):

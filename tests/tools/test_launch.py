@@ -151,6 +151,7 @@ done; status=0; for job in "${jobs[@]}"; do wait "$job" || status=$?; done; exit
 """
 
 
+@pytest.mark.slow
 def test_hostfile_over_ssh_passes_the_environment(rank_script):
     folder = rank_script.parent
     (folder / "hosts").write_text("node-a slots=1\nnode-b slots=2\n")

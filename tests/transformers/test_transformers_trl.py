@@ -278,6 +278,7 @@ def test_trainers_with_other_losses_on_two_ranks(tmp_path):
     _check(tmp_path, ["smoothed", "weighted", "dpo", "grpo", "sft", "precomputed", "precomputed_kto"], 2, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.supports("TRL's trainers", with_="GRPO; dp = 2, sp = 2; statistics of all rewards")
 def test_two_groups_that_share_the_answers_to_a_prompt(tmp_path):
