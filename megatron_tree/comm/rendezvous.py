@@ -37,9 +37,10 @@ def check_launched() -> None:
 def start_on_own_device(timeout_s: float) -> torch.device:
     """Initialize the default group (nccl on GPUs, gloo on CPUs). Returns this rank's device, which is made current.
 
+    With DS_ACCELERATOR=cpu, which DeepSpeed reads, GPUs are left alone.
     Raises: ``ValueError`` if the machine has fewer GPUs than ranks.
     """
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or os.environ.get("DS_ACCELERATOR") == "cpu":
         start_default_group("gloo", timeout_s=timeout_s)
         return torch.device("cpu")
     local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()

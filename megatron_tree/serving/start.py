@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -15,13 +16,14 @@ import torch.distributed as dist
 
 from .. import comm
 from ..cache.graph import check_cuda_graphs
+from ..comm.rendezvous import check_launched, start_on_own_device
 from ..config import default_config
 from ..generation.conversation import Conversation
 from ..generation.scheduler import Scheduler
 from ..generation.speculation import NO_SPECULATION, Speculation
-from ..integrations import deepspeed as tree_deepspeed
 from ..integrations.transformers import models
 from ..integrations.transformers.architectures import check_cached
+from ..integrations.transformers.engine import share_model
 from ..launching import together
 
 WAIT_HOURS = 24  # ranks wait for the plain model, or for a user
@@ -87,7 +89,8 @@ def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
 
 def _start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
     tree_config = replace(default_config(), timeout_s=60 * args.distributed_timeout_minutes)
-    device = tree_deepspeed.init_distributed(timeout_s=tree_config.timeout_s)
+    check_launched()
+    device = start_on_own_device(tree_config.timeout_s)
     rank, world = dist.get_rank(), dist.get_world_size()
     group = dist.new_group(backend="gloo", timeout=timedelta(hours=WAIT_HOURS))
     ranks = comm.Ranks.of(group, config=tree_config)
@@ -104,9 +107,13 @@ def _start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
     dtype = DTYPES.get(args.dtype) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     with comm.monitored("the start"):
         model = folder if args.weights == "sharded" else models.load_model(folder, dtype)  # reads its pieces only
-        engine = tree_deepspeed.init_inference(
+        make_engine = share_model
+        if args.tensor_model_parallel_size > 1:
+            from ..integrations.deepspeed import init_inference  # nothing else here needs DeepSpeed
+
+            make_engine = functools.partial(init_inference, tp_size=args.tensor_model_parallel_size)
+        engine = make_engine(
             model,
-            tp_size=args.tensor_model_parallel_size,
             weights=args.weights,
             dtype=dtype,
             cache_dtype=args.cache_dtype,

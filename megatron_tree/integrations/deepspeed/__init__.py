@@ -3,7 +3,8 @@
 `init_inference` for generation, `register_sequence_parallel` for training.
 """
 
-from .inference import generate, init_comm, init_distributed, init_inference
+from ..transformers.engine import generate
+from .inference import init_comm, init_distributed, init_inference
 from .training import SequenceParallelMpu, register_sequence_parallel
 
 __all__ = [

@@ -5,43 +5,33 @@
 
 With weights="replicated" the ranks form a grid of sequence ranks x tensor-parallel ranks: rank = sequence rank *
 tp_size + tensor rank, so that tensor-parallel ranks, which communicate most, are neighbours; weights are replicated
-over the sequence ranks. With weights="sharded" all ranks share the weights and the cache (transformers/split_rules.py).
+over the sequence ranks. With tp_size=1 DeepSpeed only wraps what integrations/transformers/engine.py makes.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from torch import Tensor
 
 import deepspeed
-from transformers import PreTrainedModel
 
-from ...arguments import checked, shown
-from ...cache.graph import check_cuda_graphs
-from ...comm import Ranks, group_rank, group_size
+from ...arguments import checked
+from ...comm import group_rank, group_size
 from ...comm.rendezvous import LAUNCHER_VARIABLES, check_launched, start_default_group
-from ...config import QUERIES, WEIGHTS, TreeConfig, check_choice, default_config
+from ...config import TreeConfig, default_config
 from ...files import read_deepspeed_config
 from ..transformers.architectures import has_index, has_states
 from ..transformers.attention import TreeCache, check_model
-from ..transformers.generation import Generation
-from ..transformers.generation import generate as generate_with_model
+from ..transformers.engine import Engine, check_options, check_replicated, model_or_folder, share_model, token_group
 from ..transformers.image_prompts import set_text_attention
-from ..transformers.layout_choice import choose_layout
-from ..transformers.models import load_model
 from ..transformers.rope import num_positions
-from ..transformers.runner import CHUNK_SIZE, Runner
-from ..transformers.split_model import connect, split_model
-from ..transformers.split_rules import plan_layout
-from ..transformers.weight_files import empty_model, read_pieces
+from ..transformers.runner import CHUNK_SIZE
 
 REFUSED = {
     "dtype": "pass dtype=",
@@ -50,7 +40,17 @@ REFUSED = {
     "replace_with_kernel_inject": "injected kernels have their own cache",
     "enable_cuda_graph": "the cache grows; pass cuda_graphs=True, whose graphs know that",
 }
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ENGINE = (  # of `Engine`, which a DeepSpeed engine gets
+    "sp_group",
+    "sp_size",
+    "tp_size",
+    "model_bytes",
+    "weight_bytes",
+    "plain_attention",
+    "runner_options",
+    "new_cache",
+    "new_runner",
+)
 
 
 def skip_shared_memory_op() -> None:
@@ -133,122 +133,72 @@ def init_inference(
     Raises: ValueError before any group is made: sizes that don't fit the ranks or the heads, an unsupported dtype or
         option, a model whose layers or attention are not supported.
     """
-    tree = tree_config or default_config()
-    check_choice("weights", weights, WEIGHTS)
-    check_choice("queries", queries, QUERIES)
-    check_choice("cuda_graphs", cuda_graphs, (False, True))
-    if not isinstance(prefill_chunk, int) or prefill_chunk < 1:
-        raise ValueError(f"prefill_chunk={prefill_chunk!r} must be a positive number of tokens")
-    if cuda_graphs:
-        check_cuda_graphs(device_type=get_accelerator().device_name(), schedule=schedule, config=tree)
-    model, folder = _model_or_folder(model, weights, dtype)
-    text, dtype = model.config.get_text_config(decoder=True), dtype or model.dtype
-    _check_model(text, dtype, tp_size)
+    tree, accelerator = tree_config or default_config(), get_accelerator()
+    device = torch.device(accelerator.current_device_name())
+    check_options(weights, queries, prefill_chunk, cuda_graphs, schedule, device.type, tree_config)
     options = _merge_options(config, options)
+    if isinstance(dtype, torch.dtype) and dtype not in accelerator.supported_dtypes():
+        raise ValueError(f"dtype={dtype} is not one of {accelerator.supported_dtypes()}, which {device.type} supports")
+    if weights == "sharded" and (sp_size is not None or tp_size != 1):
+        raise ValueError(
+            f"weights='sharded' splits weights and cache over all {group_size(token_group())} ranks: leave "
+            f"sp_size={sp_size} and tp_size={tp_size} out"
+        )
+    model, folder = model_or_folder(model, weights, dtype)
+    text = model.config.get_text_config(decoder=True)
     options.setdefault("max_out_tokens", num_positions(text) or 1024)
     cache_options = {"page_size": page_size, "dtype": cache_dtype, "schedule": schedule, "tree_config": tree_config}
-    TreeCache(text, **cache_options)  # raises for a model or options that the cache can't serve
-
-    model_bytes = dtype.itemsize * sum(parameter.numel() for parameter in model.parameters())
-    plain_attention = text._attn_implementation
-    share = _split if weights == "sharded" else _replicate
-    ranks = share(model, folder, sp_size, tp_size, queries, split_latents, dtype=dtype, tree=tree)
-    cache_options |= ranks.cache_options
-    engine = deepspeed.init_inference(model, dtype=dtype, tensor_parallel=ranks.tensor_parallel, **options)
-    check_model(model)
+    if weights == "replicated":
+        sp_size = _check_sizes(sp_size, tp_size, text)
+    if tp_size == 1:
+        of_caches = {"page_size": page_size, "cache_dtype": cache_dtype, "schedule": schedule}
+        own = share_model(
+            folder if weights == "sharded" and folder is not None else model, weights=weights, queries=queries,
+            split_latents=split_latents, dtype=dtype, prefill_chunk=prefill_chunk, tree_config=tree_config,
+            cuda_graphs=cuda_graphs, device=device, **of_caches,
+        )  # fmt: skip
+        tensor_parallel = {"tp_size": 1}
+    else:
+        check_replicated(model, queries, split_latents)
+        _check_split_by_deepspeed(text, tp_size)
+        TreeCache(text, **cache_options)  # raises for a model or options that the cache can't serve
+        dtype, plain_attention = dtype or model.dtype, text._attn_implementation
+        model_bytes = dtype.itemsize * sum(parameter.numel() for parameter in model.parameters())
+        set_text_attention(model, "tree")
+        sp_group, tensor_parallel = _grid(sp_size, tp_size, tree)
+        own = Engine(
+            module=model, sp_group=sp_group, tp_size=tp_size, model_bytes=model_bytes, plain_attention=plain_attention,
+            cache_options=cache_options,
+            runner_options={"token_group": token_group(), "chunk_size": prefill_chunk, "cuda_graphs": cuda_graphs},
+        )  # fmt: skip
+    engine = deepspeed.init_inference(own.module, dtype=own.module.dtype, tensor_parallel=tensor_parallel, **options)
+    check_model(engine.module)
     engine.eval()
-    engine.sp_group, engine.sp_size, engine.tp_size = ranks.sp_group, group_size(ranks.sp_group), ranks.tp_size
-    engine.model_bytes, engine.plain_attention = model_bytes, plain_attention
-    engine.weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    engine.runner_options = {"token_group": _token_group(), "chunk_size": prefill_chunk, "cuda_graphs": cuda_graphs}
-    engine.new_cache = lambda: TreeCache(text, cp_group=ranks.sp_group, **cache_options)
-    engine.new_runner = lambda **more: Runner(engine.module, engine.new_cache(), **engine.runner_options | more)
+    own = replace(own, module=engine.module)
+    for name in ENGINE:
+        setattr(engine, name, getattr(own, name))
     if cuda_graphs:
         engine.new_runner()  # raises for a model or a group whose steps can't be captured
     return engine
 
 
-class _Ranks(NamedTuple):
-    """How the ranks share the cache and the weights."""
-
-    sp_group: object
-    tp_size: int
-    tensor_parallel: dict
-    """DeepSpeed's option."""
-    cache_options: dict
-    """Options of `TreeCache` that follow from it."""
-
-
-def _model_or_folder(model, weights: str, dtype: torch.dtype | None):
-    """(model, its folder): sharded weights of a folder are read later, in pieces."""
-    if isinstance(model, PreTrainedModel):
-        return model, None
-    if not isinstance(model, (str, Path)):
-        raise ValueError(f"model={shown(model)} must be a Transformers model, or the folder of one")
-    if not (folder := Path(model)).is_dir():
-        raise ValueError(f"model={str(model)!r} is no folder: pass a model, or the folder that holds its files")
-    return (empty_model(folder, dtype) if weights == "sharded" else load_model(folder, dtype)), folder
-
-
-def _check_model(text, dtype: torch.dtype, tp_size: int) -> None:
-    device = get_accelerator()
-    if dtype not in DTYPES or dtype not in device.supported_dtypes():
-        raise ValueError(f"dtype={dtype} is not one of {DTYPES} that {device.device_name()} supports")
-    if tp_size != 1 and has_states(text):
+def _check_split_by_deepspeed(text, tp_size: int) -> None:
+    if has_states(text):
         raise ValueError(
             f"tp_size={tp_size}: {type(text).__name__} has recurrent layers, which DeepSpeed's tensor parallelism does "
             "not split: use weights='sharded', or tp_size=1"
         )
-    if tp_size != 1 and has_index(text):
+    if has_index(text):
         raise ValueError(
             f"tp_size={tp_size}: {type(text).__name__} has layers with an index, whose weights DeepSpeed's tensor "
             "parallelism would split: use weights='sharded', or tp_size=1"
         )
 
 
-def _split(
-    model, folder: Path | None, sp_size, tp_size, queries: str, split_latents: bool | None, *, dtype, tree: TreeConfig
-) -> _Ranks:
-    """Cut the model: all ranks share weights and cache."""
-    everyone = _token_group()
-    world, rank = group_size(everyone), group_rank(everyone)
-    if sp_size is not None or tp_size != 1:
-        raise ValueError(
-            f"weights='sharded' splits weights and cache over all {world} ranks: leave sp_size={sp_size} and "
-            f"tp_size={tp_size} out"
-        )
-    layout = plan_layout(model, world, rank, repeat_queries=queries == "repeated")
-    if split_latents is not None and not layout.latents:
-        raise _for_latents(model, split_latents, "sharded")
-    set_text_attention(model, "tree")
-    device = torch.device(get_accelerator().current_device_name())
-    left_open = {"queries": queries, "split_latents": split_latents}
-    layout = choose_layout(layout, model, everyone, device=device, dtype=dtype, config=tree, **left_open)
-    ranks = Ranks.of(everyone, device, tree)
-    sp_group = ranks.neighbours(layout.heads.size)
-    if folder is None:
-        split_model(model, layout, ranks)
-    else:
-        read_pieces(model, folder, layout)
-        connect(model, layout, ranks)
-    cache_options = {"head_shares": layout.heads.shares, "weights_group": everyone}
-    cache_options["state_pieces"] = layout.state_pieces or None
-    return _Ranks(sp_group, world, {"tp_size": 1}, cache_options)
-
-
-def _replicate(
-    model, folder, sp_size: int | None, tp_size: int, queries: str, split_latents, *, dtype, tree: TreeConfig
-) -> _Ranks:
-    """Make a grid of sequence ranks x tensor-parallel ranks, among which DeepSpeed splits the weights."""
-    sp_size = _check_sizes(sp_size, tp_size, model.config.get_text_config(decoder=True))
-    if split_latents is not None:
-        raise _for_latents(model, split_latents, "replicated")
-    if queries != "split":
-        raise ValueError(f"queries={queries!r} is for weights='sharded', but weights='replicated': leave it out")
-    set_text_attention(model, "tree")
-    world, rank = group_size(_token_group()), group_rank(_token_group())
-    if tp_size == 1:
-        return _Ranks(dist.group.WORLD if world > 1 else None, 1, {"tp_size": 1}, {})
+def _grid(sp_size: int, tp_size: int, tree: TreeConfig) -> tuple[object, dict]:
+    """Make a grid of sequence ranks x tensor-parallel ranks, among which DeepSpeed splits the weights. Returns the
+    ranks that share a row's tokens, and DeepSpeed's option."""
+    world, rank = group_size(token_group()), group_rank(token_group())
     sp_group = None
     if sp_size > 1:
         sp_group, _ = dist.new_subgroups_by_enumeration([list(range(t, world, tp_size)) for t in range(tp_size)])
@@ -260,19 +210,7 @@ def _replicate(
         get_model_parallel_world_size=lambda: tp_size,
         get_model_parallel_rank=lambda: rank % tp_size,
     )
-    return _Ranks(sp_group, tp_size, {"tp_size": tp_size, "mpu": mpu, "tp_group": tp_group}, {})
-
-
-def _for_latents(model, split_latents: bool, weights: str) -> ValueError:
-    return ValueError(
-        f"split_latents={split_latents} is for weights='sharded' and models with latent attention, but weights="
-        f"{weights!r} and the model is a {type(model).__name__}: leave it out"
-    )
-
-
-def _token_group():
-    """All ranks, including tensor-parallel ones, run the same tokens."""
-    return dist.group.WORLD if dist.is_initialized() else None
+    return sp_group, {"tp_size": tp_size, "mpu": mpu, "tp_group": tp_group}
 
 
 def _merge_options(config: str | dict | None, options: dict) -> dict:
@@ -288,7 +226,7 @@ def _merge_options(config: str | dict | None, options: dict) -> dict:
 
 def _check_sizes(sp_size: int | None, tp_size: int, config) -> int:
     """The number of sequence ranks."""
-    world = group_size(_token_group())
+    world = group_size(token_group())
     if not isinstance(tp_size, int) or tp_size < 1 or world % tp_size:
         raise ValueError(f"tp_size={tp_size!r} must be a positive integer that divides the {world} ranks")
     sp_size = world // tp_size if sp_size is None else sp_size
@@ -301,18 +239,3 @@ def _check_sizes(sp_size: int | None, tp_size: int, config) -> int:
         if number % tp_size:
             raise ValueError(f"tp_size={tp_size} must divide the model's {name}={number}")
     return sp_size
-
-
-@checked
-def generate(
-    engine, input_ids: Tensor, *, max_new_tokens: int, cache: TreeCache | None = None, **options
-) -> Generation:
-    """Greedy decoding on all ranks of an engine from `init_inference`; see `generation.generate` for the options.
-
-    cache: continue with this cache; default a new one. The tokens are rank 0's on every rank, tensor-parallel or not.
-    """
-    if not hasattr(engine, "new_cache"):
-        raise ValueError(f"engine is a {type(engine).__name__}: pass what init_inference returns")
-    cache = engine.new_cache() if cache is None else cache
-    options = engine.runner_options | options
-    return generate_with_model(engine.module, input_ids, cache=cache, max_new_tokens=max_new_tokens, **options)
