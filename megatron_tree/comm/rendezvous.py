@@ -35,20 +35,23 @@ def check_launched() -> None:
 
 
 def start_on_own_device(timeout_s: float) -> torch.device:
-    """Initialize the default group (nccl on GPUs, gloo on CPUs). Returns this rank's device, which is made current.
+    """Initialize the default group (nccl on GPUs, gloo on CPUs) if there is none yet. Returns this rank's device, which
+    is made current.
 
     With DS_ACCELERATOR=cpu, which DeepSpeed reads, GPUs are left alone.
     Raises: ``ValueError`` if the machine has fewer GPUs than ranks.
     """
     if not torch.cuda.is_available() or os.environ.get("DS_ACCELERATOR") == "cpu":
-        start_default_group("gloo", timeout_s=timeout_s)
+        if not dist.is_initialized():
+            start_default_group("gloo", timeout_s=timeout_s)
         return torch.device("cpu")
     local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if local_rank >= gpus:
         raise ValueError(f"LOCAL_RANK={local_rank}, but this machine has {gpus} GPUs: start fewer ranks on it")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
-    start_default_group("nccl", timeout_s=timeout_s, device_id=device)
+    if not dist.is_initialized():
+        start_default_group("nccl", timeout_s=timeout_s, device_id=device)
     return device
 
 

@@ -149,6 +149,7 @@ def init_inference(
     options.setdefault("max_out_tokens", num_positions(text) or 1024)
     cache_options = {"page_size": page_size, "dtype": cache_dtype, "schedule": schedule, "tree_config": tree_config}
     if weights == "replicated":
+        _check_split_by_deepspeed(text, tp_size)
         sp_size = _check_sizes(sp_size, tp_size, text)
     if tp_size == 1:
         of_caches = {"page_size": page_size, "cache_dtype": cache_dtype, "schedule": schedule}
@@ -160,7 +161,6 @@ def init_inference(
         tensor_parallel = {"tp_size": 1}
     else:
         check_replicated(model, queries, split_latents)
-        _check_split_by_deepspeed(text, tp_size)
         TreeCache(text, **cache_options)  # raises for a model or options that the cache can't serve
         dtype, plain_attention = dtype or model.dtype, text._attn_implementation
         model_bytes = dtype.itemsize * sum(parameter.numel() for parameter in model.parameters())
@@ -183,12 +183,12 @@ def init_inference(
 
 
 def _check_split_by_deepspeed(text, tp_size: int) -> None:
-    if has_states(text):
+    if tp_size != 1 and has_states(text):
         raise ValueError(
             f"tp_size={tp_size}: {type(text).__name__} has recurrent layers, which DeepSpeed's tensor parallelism does "
             "not split: use weights='sharded', or tp_size=1"
         )
-    if has_index(text):
+    if tp_size != 1 and has_index(text):
         raise ValueError(
             f"tp_size={tp_size}: {type(text).__name__} has layers with an index, whose weights DeepSpeed's tensor "
             "parallelism would split: use weights='sharded', or tp_size=1"
