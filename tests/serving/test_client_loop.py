@@ -153,7 +153,7 @@ class _Place(pydantic.BaseModel, extra="forbid"):
 
 class _Trip(pydantic.BaseModel, extra="forbid"):
     start: _Place
-    end: _Place
+    default: _Place  # a name, not the keyword
 
 
 @pytest.mark.parametrize("tools", [1, 2])
@@ -178,6 +178,25 @@ def test_a_tool_refers_to_its_own_definitions(server, chat, tools):
     answer = server.client().responses.create(model=NAME, input="go", tools=flat, tool_choice="required", **options)
     (call, *_) = [item for item in answer.output if item.type == "function_call"]
     (_Trip if call.name == "trip" else _Place).model_validate_json(call.arguments)
+
+
+@pytest.mark.parametrize("place", ["#/definitions/town", "urn:towns#/definitions/town"])
+def test_tools_refer_within_their_own_ids(chat, place):
+    pytest.importorskip("llguidance")
+    towns, tools = {"north": "Oslo", "south": "Rome"}, []
+    for name, town in towns.items():
+        parameters = {"$id": "urn:towns", "definitions": {"town": {"enum": [town]}}, "type": "object",
+                      "properties": {"enum": {"$ref": place}}, "required": ["enum"],
+                      "additionalProperties": False}  # fmt: skip
+        tools.append({"type": "function", "function": {"name": name, "parameters": parameters}})
+    for tool in tools:
+        name = tool["function"]["name"]
+        named = {"type": "function", "function": {"name": name}}
+        (call,) = chat(tools=tools, tool_choice=named, max_tokens=120).choices[0].message.tool_calls
+        assert json.loads(call.function.arguments) == {"enum": towns[name]}
+        answer = chat(tools=tools, tool_choice="required", max_tokens=120, parallel_tool_calls=False)
+        (call,) = answer.choices[0].message.tool_calls
+        assert json.loads(call.function.arguments) == {"enum": towns[call.function.name]}
 
 
 def _in_pieces(text, size, **options):

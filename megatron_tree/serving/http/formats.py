@@ -12,6 +12,7 @@ from .tools import NamedTool, Schema, Tool, ToolChoice
 
 ANY_OBJECT = {"type": "object"}
 VALUES = ("const", "enum", "default", "examples")  # whose contents are no schemas
+NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")  # whose keys are names
 
 
 class JsonSchema(Lenient):
@@ -58,13 +59,29 @@ def forced_calls(tools: list[Tool], choice: ToolChoice, parallel: bool) -> str:
     return json.dumps({"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most})
 
 
-def _moved(schema: Any, to: str) -> Any:
-    """A schema whose own root has become the place `to` of another one: references to it follow."""
-    if isinstance(schema, list):
-        return [_moved(item, to) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {name: value if name in VALUES else _moved(value, to) for name, value in schema.items()}
-    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
-        moved["$ref"] = to + reference[1:]
-    return moved
+def _moved(parameters: dict[str, Any], to: str) -> dict[str, Any]:
+    """A schema whose own root has become the place `to` of another one: references to it follow.
+
+    Its `$id` goes: two tools may have the same one. References below another `$id` are to that one, and stay.
+    """
+    own = parameters.get("$id")
+    own = own.removesuffix("#") if isinstance(own, str) else ""
+
+    def moved(schema: Any, names: bool = False) -> Any:
+        if isinstance(schema, list):
+            return [moved(item) for item in schema]
+        if not isinstance(schema, dict):
+            return schema
+        if names:
+            return {name: moved(value) for name, value in schema.items()}
+        if isinstance(other := schema.get("$id"), str) and not other.startswith("#"):
+            return schema
+        found = {name: value if name in VALUES else moved(value, name in NAMED) for name, value in schema.items()}
+        reference = schema.get("$ref")
+        if isinstance(reference, str):
+            place = reference.removeprefix(own)
+            if reference == own or place == "#" or place.startswith("#/"):
+                found["$ref"] = to + place[1:]
+        return found
+
+    return moved({name: value for name, value in parameters.items() if name != "$id"})
