@@ -46,7 +46,7 @@ class Started(NamedTuple):
     engine: Any
     dtype: torch.dtype
     end_tokens: tuple[int, ...]
-    """The model's end tokens, or the tokenizer's where the model names none."""
+    """The model's end tokens, and the tokenizer's."""
     prepared: Any
     """What `prepare` returned."""
     num_drafted: int
@@ -68,6 +68,12 @@ class Started(NamedTuple):
         if self.num_drafted and runner.has_states:  # on all ranks: others have no speculation that could raise
             raise ValueError(NO_SPECULATION)
         return Speculation(self.num_drafted) if self.num_drafted and self.rank == 0 else None
+
+
+def _end_tokens(of_model: int | list[int] | None, of_tokenizer: int | None) -> tuple[int, ...]:
+    """Both: a model that learned to end with its tokenizer's token can have kept the list of the one before."""
+    ends = [of_model] if isinstance(of_model, int) else of_model or []
+    return tuple(sorted({*ends, of_tokenizer} - {None}))
 
 
 def _served_chunk(device: torch.device, ranks: int) -> int:
@@ -132,7 +138,5 @@ def _start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
             f"{time.perf_counter() - begun:.1f} s",
             flush=True,
         )
-    end = engine.module.generation_config.eos_token_id
-    end = tokenizer.eos_token_id if end is None else end
-    ends = () if end is None else (end,) if isinstance(end, int) else tuple(end)
+    ends = _end_tokens(engine.module.generation_config.eos_token_id, tokenizer.eos_token_id)
     return Started(rank, device, ranks, folder, tokenizer, engine, dtype, ends, prepared, args.num_speculative_tokens)

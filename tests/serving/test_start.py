@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import socket
 from unittest import mock
 
@@ -90,3 +91,38 @@ def test_what_one_rank_can_not_do_ends_all(folder, tmp_path):
     assert tokenizer == "TreeError: rank 1 failed: RuntimeError: the disk is gone"
     assert weights.startswith("CommError: rank 1 failed: RuntimeError: the disk is gone, on rank 1, in the start")
     assert [ended for ended, _ in results[1][-2:]] == ["RuntimeError: the disk is gone"] * 2
+
+
+def test_any_end_token_of_the_model_or_the_tokenizer_ends_an_answer(tmp_path):
+    """As of a Llama 3 that ends turns with one token and texts with another, or of a fine-tuned model."""
+    tokenizer, model, prompt = byte_tokenizer(), byte_model(seed=2), "the quick brown fox"
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    tokens = model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None)[0, ids.shape[1] :].tolist()
+    places = [tokens.index(token) for token in dict.fromkeys(tokens)][1:3]  # where new ones come
+    first, second = (tokens[place] for place in places)
+    (tmp_path / "prompts").write_text(json.dumps({"prompt": prompt}) + "\n")
+    cases, wants = [], []
+    for i, (ends, of_tokenizer, place) in enumerate(
+        [
+            ([second, first], None, places[0]),
+            ([255], first, places[0]),
+            (second, 255, places[1]),
+            (None, second, places[1]),
+        ]
+    ):
+        folder = tmp_path / f"model{i}"
+        model.config.eos_token_id = model.generation_config.eos_token_id = ends
+        model.save_pretrained(folder)
+        tokenizer.eos_token = None if of_tokenizer is None else tokenizer.convert_ids_to_tokens(of_tokenizer)
+        tokenizer.save_pretrained(folder)
+        files = ("--prompts", tmp_path / "prompts", "--output", tmp_path / f"answers{i}")
+        cases.append(("generate", ("--model", folder, *files, "--max-new-tokens", 20), (), None))
+        wants.append((place + 1, tokens[place]))
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    results = run_distributed(_commands, 2, cases, env=env, fresh=True)
+    for i, ((status, said), (count, end)) in enumerate(zip(results[0], wants, strict=True)):
+        assert status == 0, said
+        line = json.loads((tmp_path / f"answers{i}").read_text().splitlines()[1])
+        (answer,) = line["answers"]
+        found = (line["completion_tokens"], answer["finish_reason"], answer["stop_reason"])
+        assert found == (count, "stop", end), i
