@@ -24,7 +24,7 @@ from .. import comm, kernels
 from ..duals import dual, halves
 from ..log import say_once
 from . import passes
-from .call import AttnCall
+from .call import PlannedAttention
 from .cell import Kept
 from .derivatives import (
     NO_THIRD,
@@ -38,7 +38,6 @@ from .derivatives import (
     flowing,
     has_tangents,
     needed,
-    only_backward,
     plain,
     save,
     signed,
@@ -48,12 +47,12 @@ from .derivatives import (
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttnCall, with_lse: bool
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: PlannedAttention
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of this rank's shard, differentiable. Without with_lse, lse may be None."""
-    again = goes_backward(q, k, v, sinks)
-    if again or not has_tangents(q, k, v, sinks):
-        replaced = (q, k, v) if again and call.plan.forward.ulysses_size > 1 and only_backward() else ()
+    """(out, lse) of this rank's shard, differentiable. lse may be None unless the call returns it."""
+    again, with_lse = call.goes_backward, call.return_lse
+    if again or not call.tangents:
+        replaced = (q, k, v) if again and call.plan.forward.ulysses_size > 1 and not call.transformed else ()
         return TreeAttention.apply(q, k, v, sinks, call, with_lse, *map(Placeholder.apply, replaced))[:2]
     # Nothing differentiates these inputs at this level again, so one pass gives out and its tangent.
     inputs, tangents = zip(*((x, None) if x is None else forward_ad.unpack_dual(x) for x in (q, k, v, sinks)))
@@ -75,7 +74,7 @@ class TreeAttention(torch.autograd.Function):
 
     @staticmethod
     @signed
-    def forward(q, k, v, sinks: Tensor | None, call: AttnCall, with_lse: bool, *placeholders: Tensor):
+    def forward(q, k, v, sinks: Tensor | None, call: PlannedAttention, with_lse: bool, *placeholders: Tensor):
         out, lse, kept = passes.forward(q, k, v, sinks, call, with_lse)
         return plain(out.to(q.dtype)), plain(lse), *exchanged(kept, call.plan.forward)
 

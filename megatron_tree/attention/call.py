@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -18,81 +17,68 @@ from ..config import AttnSpec, MaskBounds, TreeConfig
 from ..kernels import Backend
 from ..layout import Dispatched, Packed, Segment, Sharding, by_document, join, visible_rows
 from ..log import say_once
-from ..plan import Arrangement, Mask, PassPlan, Shape, TrainingPlan, plan_training
+from ..plan import Arrangement, Mask, PassPlan, Shape, Topology, TrainingPlan, plan_training
 from .cell import Cell, Selected, wire_dtype
 from .rows import TeamRows, VisibleRows
 from .tuning import Stopwatch, tuned_plan
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttnArgs:
-    """A checked attention call, before it is planned."""
+class AttentionCall:
+    """What the ranks of an attention call agree on, and what its plan is made of."""
 
+    batch: int
+    shape: Shape
+    """Of the call's tensors on this rank, without tangents."""
+    dtype: torch.dtype
     spec: AttnSpec
-    ranks: comm.Ranks
     queries: Sharding
     keys: Sharding
     """Equal to `queries` in self attention."""
-    selected: Tensor | None = None
-    """int32 [b, s, m]: positions of the keys that this rank's queries see, if not all within the mask; -1: none."""
+    sinks: bool
+    selected: int | None
+    """Keys of each query, if it does not see all within the mask."""
+    return_lse: bool
+    return_max_logit: bool
+    tangents: bool
+    transformed: bool
+    """Whether more than a backward can follow, so that results must not depend on trials."""
+    goes_backward: bool
+    config: TreeConfig
+    topology: str
+    """`Ranks.fingerprint`."""
 
-    @property
-    def config(self) -> TreeConfig:
-        return self.ranks.config
+    def agree(self, collective: comm.CollectiveCall, transport: str) -> None:
+        """Packed documents and slices are new with every batch; so is the seed of dropout, with every call."""
+        spec, layout, layout_kv = self.spec, self.queries.layout, self.keys.layout
+        rows = {"seq_len": self.queries.seq_len, "seq_len_kv": self.keys.seq_len, "layout": layout}
+        rows["layout_kv"] = layout_kv
+        packed = not isinstance(layout, (str, tuple)) and transport == "direct"
+        facts = {name: value for name, value in vars(self).items() if name not in ("shape", "spec", "queries", "keys")}
+        collective.agree(
+            of_batch=rows | {"ranges": spec.ranges} if packed else None,
+            changing={f"dropout_{x}": value for x, value in spec.dropout._asdict().items()} if spec.dropout else None,
+            **({"documents": type(layout).__name__} if packed else rows),
+            **self.shape._asdict(),
+            spec=replace(spec, dropout=None, ranges=None if packed else spec.ranges),
+            **facts,
+        )
 
-    @property
-    def rank(self) -> int:
-        return self.ranks.rank
-
-    def planned(
-        self,
-        shape: Shape,
-        batch: int,
-        dtype: torch.dtype,
-        backend: Backend,
-        with_lse: bool,
-        *,
-        again: bool = False,
-        rehearse: Callable[[AttnCall, Stopwatch], None] | None = None,
-    ) -> AttnCall:
-        """Plan the call of tensors of this shape, and of the same with tangents if backend.dual. with_lse: as in
-        `plan_training`. rehearse: runs the passes of a call, whose plan may be measured (tuning.py); again: it goes
-        backward. Collective at the group's first call."""
-        sizes = (shape, batch, dtype, with_lse, self._mask(), _visible_fraction(self))
-        args = {name: getattr(self, name) for name in _ARGS}
-        made = functools.partial(AttnCall, **args, shape=shape, batch=batch, dtype=dtype, backend=backend)
-        plan_on, topology = self._plan_on(backend.dual, *sizes), self.ranks.network.topology
-        if rehearse is None or not self._is_tuned():
-            plan = plan_on(topology=topology)
-        else:
-            rows = self.queries.seq_len, self.keys.seq_len
-            kind = (*rows, self.spec.causal, self.config, self.ranks.fingerprint, again, *sizes)
-
-            def run(plan: TrainingPlan, watch: Stopwatch) -> None:
-                rehearse(made(plan=plan), watch)
-
-            plan = tuned_plan(self.ranks, kind, plan_on, topology, run, again=again)
-        if not backend.dual:
-            self._say(shape, plan)
-        return made(plan=plan)
-
-    def _plan_on(self, dual, shape, batch, dtype, with_lse, mask, fraction) -> Callable[..., TrainingPlan]:
-        """`plan_training` of the call; of a topology. It must not hold the group."""
+    def planned_on(self, network: comm.Network, *, dual: bool, **others) -> TrainingPlan:
+        """The plan of the call; dual: of the same with tangents. others: in place of the config's options."""
         config = self.config
-        return functools.partial(
-            plan_training,
-            self.queries.world,
-            shape,
-            batch=batch,
+        options = dict(
+            batch=self.batch,
             seq_len=self.queries.seq_len,
             seq_len_kv=self.keys.seq_len,
-            bytes_per_word=dtype.itemsize,
+            bytes_per_word=self.dtype.itemsize,
             causal=self.spec.causal,
-            visible_fraction=fraction,
-            with_lse=with_lse,
+            visible_fraction=self.visible_fraction,
+            with_lse=self.return_lse or dual,
             dual=dual,
-            mask=mask,
-            placement=self.ranks.network.placement,
+            mask=self.mask,
+            topology=network.topology,
+            placement=network.placement,
             schedule=config.schedule,
             ulysses_size=config.ulysses_size if self.selected is None else 1,
             grid=config.grid,
@@ -100,23 +86,20 @@ class AttnArgs:
             head_chunks=config.head_chunks,
             memory_budget=config.memory_budget,
         )
+        return plan_training(self.queries.world, self.shape, **options | others)
 
-    def _say(self, shape: Shape, plan: TrainingPlan) -> None:
-        if self.queries.world > 1 and self.rank == 0:
-            h, h_kv, d, _ = shape
-            ranks = f"{self.queries.world} ranks ({h} heads, {h_kv} KV heads, head_dim {d})"
-            say_once(f"attention over {ranks}: {plan.reason}")
-
-    def _is_tuned(self) -> bool:
+    @property
+    def is_tuned(self) -> bool:
         """Whether the user leaves the plan to measurements, and the call is of a kind that may come again: slices and
         dispatched documents are most often new with every batch."""
         config, layout = self.config, self.queries.layout
         named = (config.grid, config.grid_backward, config.head_chunks, config.ulysses_size)
-        free = config.schedule == "auto" and not any(named) and self.selected is None
+        free = config.schedule == "auto" and not any(named) and self.selected is None and not self.transformed
         lasting = self.spec.ranges is None and not (isinstance(layout, Dispatched) and len(layout.lengths) > 1)
         return config.tune and free and lasting and not config.deterministic and self.queries.world > 1
 
-    def _mask(self) -> Mask | None:
+    @functools.cached_property
+    def mask(self) -> Mask | None:
         """What the planner needs to know of the mask, where it may hide much of the keys. A window over documents that
         are all spread over all ranks is planned only if the schedule is named: they differ in every batch."""
         windowed = self.spec.left is not None and not isinstance(self.queries.layout, Packed)
@@ -125,35 +108,110 @@ class AttnArgs:
             return Mask(self.spec.mask_bounds, self.queries, self.keys)
         return None
 
+    @functools.cached_property
+    def visible_fraction(self) -> float:
+        """Of (query, key) pairs: those within one document and the window, before the causal mask; of documents rounded
+        to a power of two so that cached plans are reused."""
+        layout, spec, share = self.queries.layout, self.spec, 1.0
+        if spec.ranges is not None:
+            return sum(piece.pairs for piece in spec.ranges) / max(1, self.queries.seq_len * self.keys.seq_len)
+        if isinstance(layout, (Packed, Dispatched)) and layout.pairs:
+            share = 2.0 ** round(math.log2(layout.pairs / self.queries.seq_len**2))
+        if spec.left is not None and self.keys.seq_len:
+            seen = spec.left + 1 + (self.keys.seq_len if spec.right is None else spec.right)
+            share = min(share, seen / self.keys.seq_len * (2 if spec.causal else 1))
+        return share
 
-_ARGS = tuple(field.name for field in dataclasses.fields(AttnArgs))
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedAttention(AttentionCall):
+    """An attention call that is checked, agreed on and planned, and this rank's place in it."""
 
-@dataclass(frozen=True, kw_only=True)
-class AttnCall(AttnArgs):
-    """A checked and planned attention call."""
-
-    plan: TrainingPlan
-    shape: Shape
-    """Of the call's tensors on this rank, without tangents."""
-    batch: int
-    dtype: torch.dtype
+    ranks: comm.Ranks
     backend: Backend
     """The kernels of this call."""
+    plan: TrainingPlan
+    selected_keys: Tensor | None = None
+    """int32 [b, s, m]: positions of the keys that this rank's queries see, if not all within the mask; -1: none."""
+
+    cells: dict[tuple, Cell] = field(default_factory=dict)
+    """By a pass's plan and backend."""
+
+    @classmethod
+    def of(
+        cls,
+        call: AttentionCall,
+        ranks: comm.Ranks,
+        backend: Backend,
+        selected_keys: Tensor | None,
+        rehearse: Callable[[PlannedAttention, Stopwatch], None],
+    ) -> PlannedAttention:
+        """Plan a call that the ranks have agreed on, unless one like it was planned before.
+
+        rehearse: runs the passes of a planned call, which may be measured (tuning.py). Collective at the group's first
+        call of a kind.
+        """
+        if (planned := ranks.planned.get((call, backend))) is not None:
+            return planned
+        topology, is_final = ranks.network.topology, True
+        planned = cls(**vars(call), ranks=ranks, backend=backend, plan=None, selected_keys=selected_keys)
+        if not call.is_tuned:
+            plan = planned.plan_on(topology)
+        else:
+            rows = call.queries.seq_len, call.keys.seq_len
+            sizes = call.shape, call.batch, call.dtype, call.return_lse, call.mask, call.visible_fraction
+            kind = (*rows, call.spec.causal, call.config, call.topology, call.goes_backward, *sizes)
+
+            def run(plan: TrainingPlan, watch: Stopwatch) -> None:
+                rehearse(replace(planned, plan=plan), watch)
+
+            plan, is_final = tuned_plan(ranks, kind, planned.plan_on, topology, run, again=call.goes_backward)
+        if call.queries.world > 1 and ranks.rank == 0:
+            h, h_kv, d, _ = call.shape
+            over = f"{call.queries.world} ranks ({h} heads, {h_kv} KV heads, head_dim {d})"
+            say_once(f"attention over {over}: {plan.reason}")
+        planned = replace(planned, plan=plan)
+        if is_final and call.spec.dropout is None and selected_keys is None and not call.return_max_logit:
+            ranks.planned[call, backend] = planned  # it depends on no tensor's values
+        return planned
+
+    def plan_on(self, topology: Topology, **others) -> TrainingPlan:
+        """The call's plan if the network is this one. others: as of `planned_on`."""
+        return self.planned_on(self.ranks.network._replace(topology=topology), dual=self.backend.dual, **others)
 
     @property
+    def rank(self) -> int:
+        return self.ranks.rank
+
+    @functools.cached_property
     def wire_dtype(self) -> torch.dtype:
         """The dtype in which partial outputs and gradients are sent."""
         return wire_dtype(self.dtype, self.config)
 
     @functools.cached_property
-    def of_duals(self) -> AttnCall:
+    def local(self) -> tuple[Segment, ...]:
+        """Of this rank's queries."""
+        return self.queries.segments((self.rank,))
+
+    @functools.cached_property
+    def num_rows(self) -> int:
+        """This rank's queries, without padding."""
+        return sum(segment.length for segment in self.local)
+
+    @functools.cached_property
+    def of_duals(self) -> PlannedAttention:
         """The same call of dual tensors (duals.py)."""
         backend = self.backend.of_duals(self.dtype, max(self.shape.head_dim, self.shape.head_dim_v))
-        return self.planned(self.shape, self.batch, self.dtype, backend, with_lse=True)
+        of_duals = replace(self, backend=backend)
+        return replace(of_duals, plan=of_duals.plan_on(self.ranks.network.topology))
 
     def cell(self, plan: PassPlan) -> Cell:
         """This rank's cell of a pass's arrangement (docs/design.md, section 2)."""
+        if (cell := self.cells.get((plan, self.backend))) is None:
+            cell = self.cells[plan, self.backend] = self._cell(plan)
+        return cell
+
+    def _cell(self, plan: PassPlan) -> Cell:
         at = self.neighbours(plan)
         if plan.schedule == "cast":
             team = self._team("cast", plan, tuple((r,) for r in at.ring))
@@ -163,7 +221,7 @@ class AttnCall(AttnArgs):
         else:
             keys = TeamRows.of(self._team("keys", plan, at.key_team), self.keys, at.key_holders)
         queries = TeamRows.of(self._team("queries", plan, at.query_team), self.queries, at.query_holders)
-        selected = None if self.selected is None else Selected(self.selected, queries)
+        selected = None if self.selected_keys is None else Selected(self.selected_keys, queries)
         return Cell(queries=queries, keys=keys, backend=self.backend, wire=self.wire_dtype, selected=selected)
 
     def head_team(self, plan: PassPlan) -> comm.Team:
@@ -228,17 +286,3 @@ def _rows_of_cast(
             arrived.append(segment._replace(row=sum(lengths)))
             lengths[i] += segment.length
     return tuple(sent), tuple(lengths), join(arrived)
-
-
-def _visible_fraction(args: AttnArgs) -> float:
-    """Fraction of (query, key) pairs within one document and the window, before the causal mask; of documents rounded
-    to a power of two so that cached plans are reused."""
-    layout, spec, share = args.queries.layout, args.spec, 1.0
-    if spec.ranges is not None:
-        return sum(piece.pairs for piece in spec.ranges) / max(1, args.queries.seq_len * args.keys.seq_len)
-    if isinstance(layout, (Packed, Dispatched)) and layout.pairs:
-        share = 2.0 ** round(math.log2(layout.pairs / args.queries.seq_len**2))
-    if spec.left is not None and args.keys.seq_len:
-        seen = spec.left + 1 + (args.keys.seq_len if spec.right is None else spec.right)
-        share = min(share, seen / args.keys.seq_len * (2 if spec.causal else 1))
-    return share

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -21,10 +21,10 @@ from ..config import AttnSpec, TreeConfig
 from ..kernels import KVCache, SharedPages
 from ..log import say_once
 from ..merge import merge_sinks, state_dtype
-from ..plan import DecodePlan, plan_decode
+from ..plan import DecodePlan, Topology, plan_decode
 from ..plan.cost import placed_topology
 from ..plan.decode import exchanges_queries, projects_first
-from .derivatives import check_tangents, in_torch
+from .derivatives import check_tangents, in_torch, only_backward
 from .head_shares import all_heads_of, check_head_shares, gather_heads, has_all_heads, slice_of
 from .precision import autocast
 from .spec import make_spec
@@ -110,10 +110,13 @@ def tree_decode(
         k_cache, v_cache, k_scale, v_scale, head_dim_v, cache_seqlens, q_positions, cache_positions, block_table,
         shared, selected,
     )  # fmt: skip
-    ranks = comm.Ranks.of(cp_group, q.device, config)
-    options = DecodeOptions(ranks, softmax_scale, window_size, softcap, alibi_slopes, head_shares, schedule)
+    ranks, head_shares = comm.Ranks.of(cp_group, q.device, config), None if head_shares is None else tuple(head_shares)
+    options = DecodeOptions(ranks, softmax_scale, tuple(window_size), softcap, alibi_slopes, head_shares, schedule)
     with ranks.call("tree_decode") as call, outside, torch.no_grad():
-        out, lse = DecodeCall.planned(call, q, cache, options, sinks).run(q, cache, sinks)
+        # what tensors say of slots may be written to between calls; without them calls that are alike stay alike
+        alike = cache_seqlens is q_positions is cache_positions is block_table is selected is alibi_slopes is None
+        step = DecodeStep(ranks.planned if alike and not shared and only_backward() else None)
+        out, lse = step.run(call, q, cache, options, sinks)
     return (out, lse) if return_lse else out
 
 
@@ -124,8 +127,10 @@ class DecodeStep:
     shapes, dtypes and devices, options, and the very tensors that say which slots the queries see.
     """
 
-    def __init__(self):
-        self._known: dict[tuple, tuple[DecodeCall, tuple]] = {}
+    def __init__(self, known: dict | None = None):
+        """known: calls that are planned, for longer than a step."""
+        self._known: dict[tuple, tuple[PlannedDecode, tuple]] = {} if known is None else known
+        self._lasts = known is not None
 
     def decode(
         self,
@@ -145,28 +150,41 @@ class DecodeStep:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.decode(q, cache, options, sinks=sinks, projection=projection)
-        ranks, *numbers, slopes, head_shares, schedule = options
-        tensors = (q, *cache[:4], sinks, projection)
-        selected = cache.selected
-        if selected is not None:  # each layer has its own, which may be of another length
-            selected = selected.shape[:2], selected.dtype, selected.device
-        same = (*cache[5:10], ranks, slopes)  # compared by identity, and kept with the key
-        key = (
-            *[x if x is None else (x.shape, x.dtype, x.device) for x in tensors],
-            *(cache.head_dim_v, selected, *numbers, head_shares, schedule),
-            *map(id, same),
-        )
-        planned, _ = self._known.get(key, (None, None))
-        if planned is not None and planned.is_alone:
-            return planned.run(q, cache, sinks, projection)
-        with ranks.call("tree_decode") as call:
+        if options.ranks.size == 1:
+            planned, _ = self._known.get(_key(q, cache, options, sinks, projection)[0], (None, None))
             if planned is not None:
-                call.repeat(planned.agreement)
-            else:
-                planned = DecodeCall.planned(call, q, cache, options, sinks, projection)
-                if ranks.config.check in TRUSTING:
-                    self._known[key] = planned, same
-            return planned.run(q, cache, sinks, projection)
+                return planned.run(q, cache, sinks, projection)
+        with options.ranks.call("tree_decode") as call:
+            return self.run(call, q, cache, options, sinks, projection)
+
+    def run(
+        self, call: comm.CollectiveCall, q, cache: KVCache, options: DecodeOptions, sinks=None, projection=None
+    ) -> tuple[Tensor, Tensor]:
+        """`decode` in a call that has begun, without gradients."""
+        key, tensors = _key(q, cache, options, sinks, projection)
+        planned, _ = self._known.get(key, (None, None))
+        if planned is not None:
+            call.repeat(planned.agreement)
+        else:
+            planned = PlannedDecode.of(call, q, cache, options, sinks, projection)
+            if options.ranks.config.check in TRUSTING and (planned.is_final or not self._lasts):
+                self._known[key] = planned, tensors
+        return planned.run(q, cache, sinks, projection)
+
+
+def _key(q: Tensor, cache: KVCache, options: DecodeOptions, sinks, projection) -> tuple[tuple, tuple]:
+    """What a call's checks and plan depend on, and the tensors that it names by identity, to be kept with it."""
+    ranks, *numbers, slopes, head_shares, schedule = options
+    selected = cache.selected
+    if selected is not None:  # each layer has its own, which may be of another length
+        selected = selected.shape[:2], selected.dtype, selected.device
+    tensors = (*cache[5:10], ranks, slopes)
+    key = (
+        *[x if x is None else (x.shape, x.dtype, x.device) for x in (q, *cache[:4], sinks, projection)],
+        *(cache.head_dim_v, selected, *numbers, head_shares, schedule),
+        *map(id, tensors),
+    )
+    return key, tensors
 
 
 class DecodeOptions(NamedTuple):
@@ -186,52 +204,101 @@ def project(out: Tensor, projection: Tensor) -> Tensor:
     return torch.einsum("bshv,hdv->bshd", out, projection)
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DecodeCall:
-    """A planned decode call.
+    """What the ranks of a decode call agree on, and what its plan is made of."""
+
+    q: torch.Size
+    """[b, s_q, h, d], with the heads of all ranks."""
+    num_heads_kv: int
+    head_dim_v: int
+    latent: bool
+    """Whether values are the beginnings of keys."""
+    dtype: torch.dtype
+    spec: AttnSpec
+    sinks: bool
+    projection: tuple[int, bool] | None
+    """Numbers of a head's projected result, and whether every rank has all heads' matrices."""
+    head_shares: tuple[int, ...] | None
+    gathers_heads: bool
+    schedule: str
+    positions: bool
+    paged: bool
+    selected: bool
+    config: TreeConfig
+    topology: str
+    """`Ranks.fingerprint`."""
+
+    @property
+    def rows(self) -> int:
+        """Of a partial state."""
+        return self.q[:3].numel()
+
+    def planned_on(self, network: comm.Network, width: int, **others) -> DecodePlan:
+        """The plan whose partial results have `width` numbers a head. others: in place of the call's options."""
+        options = dict(
+            rows=self.rows,
+            local_heads=self.head_shares is not None,
+            head_dim_v=width,
+            kv_bytes=None,  # shards differ between ranks, and every rank must compute the same plan
+            topology=network.topology,
+            placement=network.placement,
+            schedule=self.schedule,
+            memory_budget=self.config.memory_budget,
+            deterministic=self.config.deterministic,
+        )
+        return plan_decode(len(network.placement.order), **options | others)
+
+    def merged_dim_on(self, network: comm.Network) -> int:
+        """Numbers of a result that is merged: head_dim_v, or what a projection of partial results gives, where that is
+        faster."""
+        width, of_all_heads = self.projection or (0, False)
+        world = len(network.placement.order)
+        if not of_all_heads or world == 1 or self.schedule == "ring" or self.config.deterministic:
+            return self.head_dim_v
+        more = 0  # bytes of matrices that a rank would not read otherwise
+        if self.head_shares is not None:
+            more = self.q[2] * width * self.head_dim_v * self.dtype.itemsize * (1 - 1 / world)
+        plans = (self.planned_on(network, n) for n in (self.head_dim_v, width))
+        return width if projects_first(placed_topology(*network), *plans, more) else self.head_dim_v
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedDecode(DecodeCall):
+    """A decode call that is checked, agreed on and planned, to be run as often as it comes.
 
     Results may be projected, head by head. That is linear, so partial results can be, too: then the ranks merge what
     is projected, which may be narrower.
     """
 
+    ranks: comm.Ranks
     agreement: comm.Agreement
-    options: DecodeOptions
-    spec: AttnSpec
     backend: kernels.Backend
     plan: DecodePlan
-    positions: tuple[Tensor, Tensor] | None
-    """Of the queries and slots, as kernels take them."""
-    q_shape: torch.Size
-    """[b, s_q, h, d], with the heads of all ranks."""
-    dtype: torch.dtype
-    device: torch.device
-    head_shares: tuple[int, ...] | None
-    """Query heads of every rank, if there are several ranks and each has some of them; so has its result."""
-    num_heads: int
-    """Of the result."""
-    exchanges_queries: bool
-    """How heads are gathered, see `comm.gather_rows`."""
     merged_dim: int
-    """Numbers of a result that is merged: head_dim_v, or, if partial results are projected, what that gives."""
+    """Of `merged_dim_on`."""
+    kernel_positions: tuple[Tensor, Tensor] | None
+    """Of the queries and slots, as kernels take them."""
+    is_final: bool = True
+    """Whether another plan will not be chosen once calls are measured."""
 
     @classmethod
-    def planned(
-        cls, call: comm.CollectiveCall, q, cache: KVCache, options: DecodeOptions, sinks=None, projection=None
-    ) -> DecodeCall:
-        """Check and compare the call inside of `call`, and plan it. Tensors as of `DecodeStep.decode`."""
+    def of(
+        cls, collective: comm.CollectiveCall, q, cache: KVCache, options: DecodeOptions, sinks=None, projection=None
+    ) -> PlannedDecode:
+        """Check, compare and plan a call. Tensors as of `DecodeStep.decode`."""
         ranks, config = options.ranks, options.ranks.config
         head_shares, spec, backend, cache = _checked(q, cache, options, sinks)
-        whole, d_v, world = all_heads_of(q, head_shares), cache.values.shape[3], ranks.size
-        of_all = projection is not None and len(projection) == whole.shape[2]
-        agreement = call.agree(
+        whole = all_heads_of(q, head_shares)
+        call = DecodeCall(
             q=whole.shape,
             num_heads_kv=cache.k.shape[2],
-            head_dim_v=d_v,
+            head_dim_v=cache.values.shape[3],
             latent=cache.v is None,
             dtype=q.dtype,
             spec=spec,
             sinks=sinks is not None,
-            projection=None if projection is None else (projection.shape[1], of_all),
+            projection=None if projection is None else (projection.shape[1], len(projection) == whole.shape[2]),
             head_shares=head_shares,
             gathers_heads=not has_all_heads(q, head_shares),
             schedule=options.schedule,
@@ -241,48 +308,44 @@ class DecodeCall:
             config=config,
             topology=ranks.fingerprint,
         )
-        network = ranks.network_of_memory
-        plan_on, merged_dim = _plan(options, whole, head_shares, d_v, projection if of_all else None)
-        share = whole.numel() * whole.element_size() / world
-        made = functools.partial(
-            cls,
+        agreement, network = collective.agree(**vars(call)), ranks.network_of_memory
+        width = call.merged_dim_on(network)
+
+        def plan_on(topology: Topology, **others) -> DecodePlan:
+            return call.planned_on(network._replace(topology=topology), width, **others)
+
+        planned = cls(
+            **vars(call),
+            ranks=ranks,
             agreement=agreement,
-            options=options,
-            spec=spec,
             backend=backend,
-            positions=None if cache.q_positions is None else (cache.q_positions, cache.k_positions),
-            q_shape=whole.shape,
-            dtype=q.dtype,
-            device=q.device,
-            head_shares=head_shares if world > 1 else None,
-            num_heads=q.shape[2] if head_shares is None else head_shares[ranks.rank],
-            exchanges_queries=exchanges_queries(placed_topology(*network), share),
-            merged_dim=merged_dim,
+            plan=plan_on(network.topology),
+            merged_dim=width,
+            kernel_positions=None if cache.q_positions is None else (cache.q_positions, cache.k_positions),
         )
-        if _is_tuned(options) and world > 1:
+        if _is_tuned(options) and ranks.size > 1:
 
             def run(plan: DecodePlan, watch: Stopwatch) -> None:
-                watch.timed(lambda: made(plan=plan).run(q, cache, sinks, projection))
+                watch.timed(lambda: replace(planned, plan=plan).run(q, cache, sinks, projection))
 
-            kind = ("decode", whole.shape[:3].numel(), merged_dim, head_shares is not None, config, ranks.fingerprint)
-            plan = tuned_plan(ranks, kind, plan_on, network.topology, run)
-        else:
-            plan = plan_on(topology=network.topology)
-        if options.schedule == "auto" and world > 1 and q.shape[1] == 1:
+            kind = ("decode", call.rows, width, head_shares is not None, config, ranks.fingerprint)
+            plan, is_final = tuned_plan(ranks, kind, plan_on, network.topology, run)
+            planned = replace(planned, plan=plan, is_final=is_final)
+        if options.schedule == "auto" and ranks.size > 1 and q.shape[1] == 1:
             # the reason has numbers that differ between batch sizes
-            say_once(f"decode schedule: {plan.reason}", about=f"decode schedule {plan.schedule}")
-        return made(plan=plan)
+            say_once(f"decode schedule: {planned.plan.reason}", about=f"decode schedule {planned.plan.schedule}")
+        return planned
 
     def run(self, q: Tensor, cache: KVCache, sinks=None, projection=None) -> tuple[Tensor, Tensor]:
         """out [b, s_q, h, d_v] of q's dtype and lse [b, h, s_q], fp32, the same bits on every rank that has a head."""
-        shares, ranks, merged_dim = self.head_shares, self.options.ranks, self.merged_dim
-        if self.positions is not None:
-            cache = cache._replace(q_positions=self.positions[0], k_positions=self.positions[1])
-        if self.plan.schedule == "ring" and not self.is_alone:
-            state = decode_ring(q if shares is None else self._all_heads(q), cache, self.spec, self.backend, ranks)
+        shares, merged_dim = self._head_shares, self.merged_dim
+        if self.kernel_positions is not None:
+            cache = cache._replace(q_positions=self.kernel_positions[0], k_positions=self.kernel_positions[1])
+        if self._reduction is None and self.ranks.size > 1:
+            state = decode_ring(self._all_heads(q), cache, self.spec, self.backend, self.ranks)
         else:
             # receives are posted before the local attention, so that gloo announces the buffers to the senders then
-            merge = None if self.is_alone else self._reduction.start()
+            merge = None if self._reduction is None else self._reduction.start()
             state = self.backend.attn_decode(q if shares is None else self._all_heads(q), cache, self.spec)
             if state.shape[-1] != merged_dim + 1:
                 partial = project(state[..., :-1].to(q.dtype), projection)
@@ -292,45 +355,54 @@ class DecodeCall:
         if self._merges_local_heads:
             state = state.permute(1, 2, 0, 3)
         elif shares is not None:
-            state = state[:, :, slice_of(shares, ranks.rank)]
+            state = state[:, :, slice_of(shares, self.ranks.rank)]
         out, lse = state.narrow(-1, 0, merged_dim), state.select(-1, merged_dim).transpose(1, 2)
         if sinks is not None:
             out, lse = merge_sinks(out, lse, sinks)
         out = out.to(q.dtype)
         if projection is not None:
-            if len(projection) != self.num_heads:
-                projection = projection[slice_of(shares, ranks.rank)]
+            if len(projection) != out.shape[2]:
+                projection = projection[slice_of(shares, self.ranks.rank)]
             out = project(out, projection)
         return out, lse
 
     @functools.cached_property
-    def is_alone(self) -> bool:
-        """Whether one rank has the whole cache."""
-        return self.options.ranks.size == 1
+    def _head_shares(self) -> tuple[int, ...] | None:
+        """Query heads of every rank, if there are several ranks and each has some of them; so has its result."""
+        return self.head_shares if self.ranks.size > 1 else None
 
     @functools.cached_property
     def _merges_local_heads(self) -> bool:
         """Whether each rank merges the results of its own heads only."""
-        return self.head_shares is not None and self.plan.schedule == "scatter"
+        return self._head_shares is not None and self.plan.schedule == "scatter"
 
     @functools.cached_property
-    def _reduction(self) -> comm.Reduction:
-        (*rows, heads, _), width, local = self.q_shape, self.merged_dim + 1, self._merges_local_heads
-        ranks = self.options.ranks
+    def _reduction(self) -> comm.Reduction | None:
+        """None where one rank has the whole cache, and for the ring."""
+        if self.ranks.size == 1 or self.plan.schedule == "ring":
+            return None
+        (*rows, heads, _), width, local = self.q, self.merged_dim + 1, self._merges_local_heads
+        placement = self.ranks.network.placement
         return comm.Reduction(
-            ranks=ranks,
+            ranks=self.ranks,
             schedule="local_share" if local else self.plan.schedule,
             shape=(heads, *rows, width) if local else (*rows, heads, width),
             dtype=state_dtype(self.dtype),
             in_memory=True,
-            order=ranks.network.placement.order,
-            block=ranks.network.placement.block,
+            order=placement.order,
+            block=placement.block,
             across=self.plan.across,
-            shares=self.head_shares if local else (),
+            shares=self._head_shares if local else (),
         )
 
     def _all_heads(self, q: Tensor) -> Tensor:
-        return gather_heads(q, self.head_shares, self.options.ranks, exchanged=self.exchanges_queries)
+        return q if self._head_shares is None else gather_heads(q, self._head_shares, self.ranks, self._exchanges)
+
+    @functools.cached_property
+    def _exchanges(self) -> bool:
+        """How heads are gathered, see `Ranks.gather_rows`."""
+        share = self.q.numel() * self.dtype.itemsize / self.ranks.size
+        return exchanges_queries(placed_topology(*self.ranks.network_of_memory), share)
 
 
 def _checked(
@@ -365,33 +437,6 @@ def _is_tuned(options: DecodeOptions) -> bool:
     ranks, config = options.ranks, options.ranks.config
     free = options.schedule == "auto" and config.tune and not config.deterministic
     return free and ranks.device_type == "cpu" and ranks.memory is None
-
-
-def _plan(
-    options: DecodeOptions, q: Tensor, head_shares, head_dim_v: int, projection: Tensor | None
-) -> tuple[Callable[..., DecodePlan], int]:
-    """(the plan on a topology, numbers of a result that is merged) of a call with queries q of all heads, whose partial
-    results may be projected."""
-    world, config, network = options.ranks.size, options.ranks.config, options.ranks.network_of_memory
-    plan_of = functools.partial(
-        plan_decode,
-        world,
-        rows=q.shape[:3].numel(),
-        local_heads=head_shares is not None,
-        kv_bytes=None,  # shards differ between ranks, and every rank must compute the same plan
-        topology=network.topology,
-        placement=network.placement,
-        schedule=options.schedule,
-        memory_budget=config.memory_budget,
-        deterministic=config.deterministic,
-    )
-    if projection is not None and world > 1 and options.schedule != "ring" and not config.deterministic:
-        width = projection.shape[1]
-        plan, projected = plan_of(head_dim_v=head_dim_v), plan_of(head_dim_v=width)
-        more = 0 if head_shares is None else projection.numel() * projection.element_size() * (1 - 1 / world)
-        if projects_first(placed_topology(*network), plan, projected, more):
-            return functools.partial(plan_of, head_dim_v=width), width
-    return functools.partial(plan_of, head_dim_v=head_dim_v), head_dim_v
 
 
 def decode_ring(q: Tensor, cache: KVCache, spec: AttnSpec, backend: kernels.Backend, ranks: comm.Ranks) -> Tensor:

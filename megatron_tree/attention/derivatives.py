@@ -17,7 +17,7 @@ from ..duals import dual
 from ..kernels import Backend
 from ..layout import sequences_of
 from ..plan import PassPlan
-from .call import AttnCall
+from .call import PlannedAttention
 from .cell import Kept
 from .exchanged import returned
 from .validate import check_finite_shares
@@ -54,7 +54,7 @@ def check_tangents(**tensors: Tensor | None) -> None:
 class Derivatives:
     """What the derivatives of a forward know of it."""
 
-    call: AttnCall
+    call: PlannedAttention
     with_lse: bool
     stamp: int | None
     """Of the forward's collective call; None within that call."""
@@ -195,12 +195,13 @@ def duals_of(inputs: Sequence, tangents: Sequence) -> list[Tensor | None]:
     return [*map(dual, qkv, qkvt), None if sinks is None else torch.stack((sinks, sinkst), -1)]
 
 
-def upstream_of(call: AttnCall, out: Tensor, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def upstream_of(
+    call: PlannedAttention, out: Tensor, dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """dout, zeros where there is none, and dlse; 0 in rows of padding, whose gradients may be NaN."""
     dout = torch.zeros_like(out) if dout is None else dout.to(out.dtype)
-    local = call.queries.segments((call.rank,))
-    if sum(segment.length for segment in local) < out.shape[1]:
-        padding = sequences_of(local, out.shape[1]).to(out.device) < 0
+    if call.num_rows < out.shape[1]:
+        padding = sequences_of(call.local, out.shape[1]).to(out.device) < 0
         dout = dout.masked_fill(padding[:, None, None], 0)
         dlse = None if dlse is None else dlse.masked_fill(padding, 0)
     return dout, dlse

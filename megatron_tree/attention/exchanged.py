@@ -7,14 +7,14 @@ from torch import Tensor
 
 from ..merge import bits_float, merge_sinks, pack_statistics, sinks_of, state_dtype, unpack_statistics
 from ..plan import HeadSplit, PassPlan, Stages, run_stages
-from .call import AttnCall
+from .call import PlannedAttention
 from .cell import CellBackward, CellForward, Kept, LocalGrads, LocalState, sink_grads
 from .heads import HeadChunk, HeadExchange
 from .ring import RingBackward, RingForward
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttnCall, with_lse: bool
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: PlannedAttention, with_lse: bool
 ) -> tuple[Tensor, Tensor | None, Kept]:
     """As `passes.forward`; what the backward needs is of the heads that this rank has after the exchange."""
     run = _Pass(call, call.plan.forward)
@@ -28,7 +28,7 @@ def forward(
 
 
 def backward(
-    dout: Tensor, delta: Tensor, kept: Kept, sinks: Tensor | None, call: AttnCall
+    dout: Tensor, delta: Tensor, kept: Kept, sinks: Tensor | None, call: PlannedAttention
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As `passes.backward`; dout and delta are of this rank's tokens, with all heads."""
     run = _Pass(call, call.plan.backward)
@@ -47,7 +47,7 @@ def backward(
     return run.exchange.joined(dq, q_rows), dk, dv, dsinks
 
 
-def returned(kept: Kept, call: AttnCall) -> tuple[Tensor, Tensor, Tensor]:
+def returned(kept: Kept, call: PlannedAttention) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of this rank's tokens, from those of the heads that it has after the exchange."""
     run = _Pass(call, call.plan.forward)
     q, k, v = run.exchange.start_to_heads((kept.q,), (kept.k, kept.v)).heads(kept.k.shape[2])
@@ -58,7 +58,7 @@ def returned(kept: Kept, call: AttnCall) -> tuple[Tensor, Tensor, Tensor]:
 class _Pass:
     """What the chunks of a pass share."""
 
-    def __init__(self, call: AttnCall, plan: PassPlan):
+    def __init__(self, call: PlannedAttention, plan: PassPlan):
         team = call.head_team(plan)
         split = HeadSplit.of(*call.shape[:2], team.size)
         self.exchange = HeadExchange(split, team, (call.queries.rows, call.keys.rows))

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import comm, kernels
-from ..config import AttnSlice, TreeConfig, check_choice
+from ..config import AttnSlice, AttnSpec, TreeConfig, check_choice
 from ..layout import (
     LAYOUTS,
     Dispatched,
@@ -32,7 +32,7 @@ from ..layout import (
 from ..plan import Shape
 from . import passes
 from .autograd import attention, goes_backward
-from .call import AttnArgs
+from .call import AttentionCall, PlannedAttention
 from .derivatives import has_tangents, only_backward
 from .precision import autocast
 from .sequences import layouts_of
@@ -125,8 +125,7 @@ def tree_attn_func(
         queries, keys = _sharding(q, "q", ranks, layout), _sharding(k, "k", ranks, layout_kv)
         if ranges is not None:
             spec = dataclasses.replace(spec, ranges=make_slices(ranges, queries, keys))
-        args = AttnArgs(spec=spec, ranks=ranks, queries=queries, keys=keys, selected=selected)
-        results = _attend(call, q, k, v, sinks, args, return_lse, return_max_logit)
+        results = _attend(call, ranks, spec, queries, keys, q, k, v, sinks, selected, return_lse, return_max_logit)
     return results if len(results) > 1 else results[0]
 
 
@@ -208,8 +207,7 @@ def tree_attn_varlen_func(
             check_cross_documents(documents, of_keys, counts, spec)
         check_lengths(q, k, v, cross=cu_seqlens_kv is not None)
         queries, keys = _sharding(q, "q", ranks, documents), _sharding(k, "k", ranks, of_keys)
-        args = AttnArgs(spec=spec, ranks=ranks, queries=queries, keys=keys, selected=selected)
-        out, *others = _attend(call, q, k, v, sinks, args, return_lse, return_max_logit)
+        out, *others = _attend(call, ranks, spec, queries, keys, q, k, v, sinks, selected, return_lse, return_max_logit)
     if return_lse:
         others[0] = others[0][0, :, :own]
     return (out[0, :own], *others) if others else out[0, :own]
@@ -236,59 +234,51 @@ def _documents(
 
 
 def _attend(
-    call: comm.CollectiveCall,
+    collective: comm.CollectiveCall,
+    ranks: comm.Ranks,
+    spec: AttnSpec,
+    queries: Sharding,
+    keys: Sharding,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
-    args: AttnArgs,
+    selected: Tensor | None,
     return_lse: bool,
     return_max_logit: bool,
 ) -> tuple[Tensor, ...]:
     """(out[, lse][, largest logits]) of tensors whose shapes are checked: the remaining checks, agree, plan, run."""
-    spec, ranks, config = args.spec, args.ranks, args.config
+    config = ranks.config
     check_sinks(sinks, q)
-    check_ulysses(config.ulysses_size, args.queries.world, q.shape[2])
-    check_selected(args.selected, q, spec, config.ulysses_size)
-    for name, given in (("alibi_slopes", spec.alibi_slopes), ("selected", args.selected)):
+    check_ulysses(config.ulysses_size, ranks.size, q.shape[2])
+    check_selected(selected, q, spec, config.ulysses_size)
+    for name, given in (("alibi_slopes", spec.alibi_slopes), ("selected", selected)):
         if return_max_logit and given is not None:
             raise ValueError(f"return_max_logit=True does not take {name}: leave one of the two out")
-    backend = kernels.choose(q, k, v, spec, config.backend, selects=args.selected is not None)
-    check_finite_shares(ranks, args.queries, args.keys, q=q, k=k, v=v, sinks=sinks)
-    layout, layout_kv = args.queries.layout, args.keys.layout
-    rows = {"seq_len": args.queries.seq_len, "seq_len_kv": args.keys.seq_len, "layout": layout, "layout_kv": layout_kv}
-    again, transformed = goes_backward(q, k, v, sinks), not only_backward()
-    packed = not isinstance(layout, (str, tuple)) and ranks.transport == "direct"
-    call.agree(
-        of_batch=rows | {"ranges": spec.ranges} if packed else None,
-        changing={f"dropout_{name}": value for name, value in spec.dropout._asdict().items()} if spec.dropout else None,
+    backend = kernels.choose(q, k, v, spec, config.backend, selects=selected is not None)
+    check_finite_shares(ranks, queries, keys, q=q, k=k, v=v, sinks=sinks)
+    call = AttentionCall(
         batch=q.shape[0],
-        **({"documents": type(layout).__name__} if packed else rows),
-        num_heads=q.shape[2],
-        num_heads_kv=k.shape[2],
-        head_dim=q.shape[3],
-        head_dim_v=v.shape[3],
+        shape=Shape(q.shape[2], k.shape[2], q.shape[3], v.shape[3]),
         dtype=q.dtype,
-        spec=dataclasses.replace(spec, dropout=None, ranges=None if packed else spec.ranges),
+        spec=spec,
+        queries=queries,
+        keys=keys,
         sinks=sinks is not None,
-        selected=None if args.selected is None else args.selected.shape[2],
+        selected=None if selected is None else selected.shape[2],
         return_lse=return_lse,
         return_max_logit=return_max_logit,
         tangents=has_tangents(q, k, v, sinks),
-        transformed=transformed,
-        goes_backward=again,
+        transformed=not only_backward(),
+        goes_backward=goes_backward(q, k, v, sinks),
         config=config,
         topology=ranks.fingerprint,
     )
+    call.agree(collective, ranks.transport)
     if return_max_logit:
         backend, largest = backend.with_largest_logits(q)
-    shape = Shape(q.shape[2], k.shape[2], q.shape[3], v.shape[3])
-    tuning = {}
-    if not transformed:
-        rehearse = functools.partial(passes.rehearse, q, k, v, sinks, return_lse, again)
-        tuning = dict(again=again, rehearse=rehearse)
-    planned = args.planned(shape, q.shape[0], q.dtype, backend, return_lse, **tuning)
-    out, lse = attention(q, k, v, sinks, planned, return_lse)
+    planned = PlannedAttention.of(call, ranks, backend, selected, functools.partial(passes.rehearse, q, k, v, sinks))
+    out, lse = attention(q, k, v, sinks, planned)
     results = (out, lse) if return_lse else (out,)
     if return_max_logit:  # every pair of a query and a key was in one rank's block
         results += (ranks.reduce(largest, "max"),)

@@ -49,7 +49,7 @@ def all_heads_of(q: Tensor, shares: tuple[int, ...] | None) -> Tensor:
     return q if has_all_heads(q, shares) else q.new_empty(1).expand(*q.shape[:2], sum(shares), q.shape[3])
 
 
-def gather_heads(q: Tensor, shares: tuple[int, ...], ranks: comm.Ranks, *, exchanged: bool) -> Tensor:
+def gather_heads(q: Tensor, shares: tuple[int, ...], ranks: comm.Ranks, exchanged: bool) -> Tensor:
     """q [b, s, h_local, d] of every rank -> [b, s, h, d], heads in rank order. exchanged: see `Ranks.gather_rows`."""
     if has_all_heads(q, shares):
         return q

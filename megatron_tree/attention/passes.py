@@ -12,7 +12,7 @@ from .. import kernels
 from ..merge import merge_sinks
 from ..plan import run_stages
 from . import exchanged
-from .call import AttnCall
+from .call import PlannedAttention
 from .cell import CellBackward, CellForward, Kept, LocalGrads, LocalState, sink_grads
 from .heads import head_chunks
 from .ring import RingBackward, RingForward
@@ -20,7 +20,7 @@ from .tuning import Stopwatch
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: AttnCall, with_lse: bool
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: PlannedAttention, with_lse: bool
 ) -> tuple[Tensor, Tensor | None, Kept]:
     """(out, lse) of this rank's share, out not rounded to its dtype, and what the backward needs. Without with_lse, lse
     may be None.
@@ -46,7 +46,7 @@ def forward(
 
 
 def backward(
-    dout: Tensor, delta: Tensor, kept: Kept, sinks: Tensor | None, call: AttnCall
+    dout: Tensor, delta: Tensor, kept: Kept, sinks: Tensor | None, call: PlannedAttention
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dq, dk, dv, fp32, and dsinks. dout [b, s, h, d_v] and delta [b, h, s] are of this rank's share; of dual tensors
     delta and kappa, [b, h, s, 2]."""
@@ -65,13 +65,11 @@ def backward(
     return *grads, None if sinks is None else sink_grads(sinks, kept.lse, delta)
 
 
-def rehearse(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, with_lse: bool, again: bool, call: AttnCall, watch: Stopwatch
-) -> None:
-    """The passes of a call on its tensors, whose results nobody sees. again: also the backward."""
+def rehearse(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: PlannedAttention, watch: Stopwatch) -> None:
+    """The passes of a call on its tensors, whose results nobody sees."""
     q, k, v, sinks = (x if x is None else x.detach() for x in (q, k, v, sinks))
-    out, _, kept = watch.timed(lambda: forward(q, k, v, sinks, call, with_lse))
-    if again:
+    out, _, kept = watch.timed(lambda: forward(q, k, v, sinks, call, call.return_lse))
+    if call.goes_backward:
         dout = out.to(q.dtype)
         delta = kernels.attn_delta(dout, dout, None)
         watch.timed(lambda: backward(dout, delta, kept, sinks, call))

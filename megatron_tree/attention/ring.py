@@ -14,12 +14,12 @@ from .. import comm
 from ..config import AttnSpec
 from ..merge import empty_state, merge_into, state_dtype
 from ..plan import PassPlan, Stages
-from .call import AttnCall
+from .call import PlannedAttention
 from .cell import Kept
 
 
 class _Ring:
-    def __init__(self, call: AttnCall, plan: PassPlan):
+    def __init__(self, call: PlannedAttention, plan: PassPlan):
         self.call = call
         self.order, self.holders = call.neighbours(plan).ring, call.neighbours(plan).ring_holders
         self.size, self.at = len(self.order), self.order.index(call.rank)
@@ -36,14 +36,14 @@ class _Ring:
 
     def segments(self, step: int) -> dict:
         """This rank's queries against the shard that is here at this step."""
-        selected = {} if self.call.selected is None else {"selected": self.call.selected}
+        selected = {} if self.call.selected is None else {"selected": self.call.selected_keys}
         return dict(q_segments=self.local, k_segments=self.call.keys.segments(self.holders[self.at - step]), **selected)
 
 
 class RingForward(Stages):
     """All heads of a pass in one chunk: `state`, fp32, of this rank's queries over the whole sequence; p - 1 shifts."""
 
-    def __init__(self, call: AttnCall, spec: AttnSpec, q: Tensor, k: Tensor, v: Tensor):
+    def __init__(self, call: PlannedAttention, spec: AttnSpec, q: Tensor, k: Tensor, v: Tensor):
         self.call, self.spec, self.qkv = call, spec, (q, k, v)
 
     def attend(self) -> None:
@@ -66,7 +66,7 @@ class RingBackward(Stages):
     KV goes round again; its gradient follows one step behind, grows at every rank, and comes home.
     """
 
-    def __init__(self, call: AttnCall, spec: AttnSpec, dout: Tensor, kept: Kept, delta: Tensor):
+    def __init__(self, call: PlannedAttention, spec: AttnSpec, dout: Tensor, kept: Kept, delta: Tensor):
         self.call, self.spec, self.dout, self.kept, self.delta = call, spec, dout, kept, delta
 
     def attend(self) -> None:

@@ -15,6 +15,19 @@ import torch.distributed as dist
 from .call_record import CallRecord
 
 
+class Recent(dict):
+    """A dictionary of the `most` entries that were set last."""
+
+    def __init__(self, most: int):
+        self.most = most
+
+    def __setitem__(self, key, value) -> None:
+        self.pop(key, None)
+        super().__setitem__(key, value)
+        if len(self) > self.most:
+            del self[next(iter(self))]
+
+
 @dataclass(eq=False)
 class GroupState:
     """What this process keeps about one process group, until the group is freed; `GroupState.of(group)` looks it up.

@@ -38,19 +38,19 @@ class Team:
     in_memory: bool = False
     """Whether messages go through the ranks' shared memory; of all ranks only."""
 
-    @property
+    @functools.cached_property
     def transport(self) -> str:
         return "shm" if self.in_memory else self.ranks.transport
 
-    @property
+    @functools.cached_property
     def inner(self) -> int:
         return len(self.places)
 
-    @property
+    @functools.cached_property
     def outer(self) -> int:
         return len(self.places[0])
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         return self.inner * self.outer
 
@@ -64,17 +64,17 @@ class Team:
         """This rank's index in `order`."""
         return self.order.index(self.ranks.rank)
 
-    @property
+    @functools.cached_property
     def place(self) -> tuple[int, int]:
         """(i, o) of this rank: places[i][o] is this rank."""
         return divmod(self.index, self.outer)
 
-    @property
+    @functools.cached_property
     def across(self) -> tuple[int, ...]:
         """The ranks of this rank's place on all nodes of the team."""
         return self.places[self.place[0]]
 
-    @property
+    @functools.cached_property
     def inside(self) -> tuple[int, ...]:
         """The team's ranks on this rank's node."""
         o = self.place[1]

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import TreeConfig, tree_decode
-from megatron_tree.attention.decode import DecodeCall, DecodeOptions, DecodeStep
+from megatron_tree.attention.decode import DecodeOptions, DecodeStep, PlannedDecode
 from megatron_tree.comm import Ranks
 from megatron_tree.kernels import KVCache
 from support.attention import make_slopes
@@ -59,8 +59,8 @@ OTHERS = {
 @pytest.fixture
 def checks(monkeypatch):
     """Grows with every call that is checked."""
-    real, calls = DecodeCall.planned, []
-    monkeypatch.setattr(DecodeCall, "planned", lambda *args: calls.append(args) or real(*args))
+    real, calls = PlannedDecode.of, []
+    monkeypatch.setattr(PlannedDecode, "of", lambda *args: calls.append(args) or real(*args))
     return calls
 
 

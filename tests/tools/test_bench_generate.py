@@ -51,13 +51,13 @@ def test_generate(tmp_path, capfd, cache):
 
 
 def test_a_wrong_token_shows_no_speed(tmp_path, capfd, monkeypatch):
-    right = decode.DecodeCall.run
+    right = decode.PlannedDecode.run
 
     def wrong(*args):
         out, lse = right(*args)
         return -out, lse
 
-    monkeypatch.setattr(decode.DecodeCall, "run", wrong)
+    monkeypatch.setattr(decode.PlannedDecode, "run", wrong)
     status, _ = generate(tmp_path, "--prompt-tokens", 128, "--cache", "made-up")
     said = capfd.readouterr()
     assert status == 1
@@ -74,7 +74,7 @@ def test_many_requests(tmp_path, capfd, monkeypatch):
     plain, ours = csv.DictReader((tmp_path / "results.csv").open())
     assert (plain["contender"], plain["ranks"], ours["contender"], ours["ranks"]) == ("plain", "1", "ours", "2")
     assert all(float(row["tokens_per_cpu_s"]) == pytest.approx(9 / float(row["cpu_s"]), 1e-4) for row in (plain, ours))
-    right = decode.DecodeCall.run
-    monkeypatch.setattr(decode.DecodeCall, "run", lambda *args: (-right(*args)[0], None))
+    right = decode.PlannedDecode.run
+    monkeypatch.setattr(decode.PlannedDecode, "run", lambda *args: (-right(*args)[0], None))
     assert bench.main(given) == 1
     assert "the padded batch [" in capfd.readouterr().err
