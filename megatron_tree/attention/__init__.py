@@ -7,7 +7,7 @@
 - tuning.py                  repeated calls that measure their plans
 - validate.py, spec.py       checks of arguments, and of values; the mathematics that they ask for
 - autograd.py                forward and backward of training
-- passes.py, exchanged.py    the same by a plan; with heads exchanged for tokens before and after (heads.py)
+- passes.py, ulysses.py    the same by a plan; with heads exchanged for tokens before and after (heads.py)
 - cell.py, rows.py           gather rows, attend, return the results; which rows travel, and how
 - ring.py                    the baseline
 """

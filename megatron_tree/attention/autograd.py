@@ -25,23 +25,23 @@ from ..duals import dual, halves
 from ..log import say_once
 from . import passes
 from .call import PlannedAttention
-from .cell import Kept
+from .cell import Residuals
 from .derivatives import (
     NO_THIRD,
+    Constant,
     Derivatives,
-    Fixed,
     Placeholder,
     cut,
-    duals_of,
-    exchanged,
-    filled_in,
-    flowing,
+    dual_inputs,
+    extra_residuals,
     has_tangents,
-    needed,
+    input_grads,
+    lse_gradient,
+    materialize,
     plain,
     save,
-    signed,
     upstream_of,
+    with_signature,
     with_zeros,
 )
 
@@ -69,14 +69,14 @@ class TreeAttention(torch.autograd.Function):
     """Differentiable attention of this rank's queries over the whole sequence: (out, lse) of its shard.
 
     Without with_lse, lse may be None. A plan that exchanges heads adds what its backward needs; placeholders, if there
-    are any, are then kept instead of this rank's q, k and v.
+    are any, are then residuals instead of this rank's q, k and v.
     """
 
     @staticmethod
-    @signed
+    @with_signature
     def forward(q, k, v, sinks: Tensor | None, call: PlannedAttention, with_lse: bool, *placeholders: Tensor):
-        out, lse, kept = passes.forward(q, k, v, sinks, call, with_lse)
-        return plain(out.to(q.dtype)), plain(lse), *exchanged(kept, call.plan.forward)
+        out, lse, residuals = passes.forward(q, k, v, sinks, call, with_lse)
+        return plain(out.to(q.dtype)), plain(lse), *extra_residuals(residuals, call.plan.forward)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -87,32 +87,32 @@ class TreeAttention(torch.autograd.Function):
     @staticmethod
     @comm.derivative
     def backward(ctx, dout, dlse, *_):
-        inputs, results, kept = cut(ctx.saved_tensors, 4, 2)
-        return needed(ctx, *gradient(inputs, (dout, dlse), results, kept, ctx.derivatives))
+        inputs, results, residuals = cut(ctx.saved_tensors, 4, 2)
+        return input_grads(ctx, *gradient(inputs, (dout, dlse), results, residuals, ctx.derivatives))
 
     @staticmethod
     @comm.derivative
     def jvp(ctx, *tangents):
-        inputs, (_, lse), kept = cut(ctx.saved_tensors, 4, 2)
+        inputs, (_, lse), residuals = cut(ctx.saved_tensors, 4, 2)
         within = dataclasses.replace(ctx.derivatives, stamp=None)
         _, _, outt, lset, *_ = Tangent.apply(*inputs, *with_zeros(tangents, inputs), within)
-        return outt, None if lse is None else lset, *(None for _ in kept)
+        return outt, None if lse is None else lset, *(None for _ in residuals)
 
 
 class Tangent(torch.autograd.Function):
     """out and lse, and their tangents along those of q, k, v and sinks."""
 
     @staticmethod
-    @signed
+    @with_signature
     def forward(q, k, v, sinks, qt, kt, vt, sinkst, derivatives: Derivatives):
         call = derivatives.call.of_duals
         with derivatives.collective_call("the tangents of tree attention", q.device, q=qt, k=kt, v=vt):
-            duals = duals_of((q, k, v, sinks), (qt, kt, vt, sinkst))
-            state, lse, kept = passes.forward(*duals, call, with_lse=True)
+            duals = dual_inputs((q, k, v, sinks), (qt, kt, vt, sinkst))
+            state, lse, residuals = passes.forward(*duals, call, with_lse=True)
         out, r, mu = state.split((v.shape[-1], v.shape[-1], 1), -1)
         outt = torch.addcmul(r, mu, out, value=-1)  # (11)
         lset = mu[..., 0].transpose(1, 2).contiguous()
-        return out.to(q.dtype), lse, outt.to(q.dtype), lset, *exchanged(kept, call.plan.forward)
+        return out.to(q.dtype), lse, outt.to(q.dtype), lset, *extra_residuals(residuals, call.plan.forward)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -123,12 +123,12 @@ class Tangent(torch.autograd.Function):
     @staticmethod
     @comm.derivative
     def backward(ctx, dout, dlse, doutt, dlset, *_):
-        inputs, tangents, results, result_tangents, kept = cut(ctx.saved_tensors, 4, 4, 2, 2)
+        inputs, tangents, results, result_tangents, residuals = cut(ctx.saved_tensors, 4, 4, 2, 2)
         if doutt is None and dlset is None:
-            kept = kept and [*(halves(x)[0] for x in kept[:3]), kept[3][..., 0]]
-            return needed(ctx, *gradient(inputs, (dout, dlse), results, kept, ctx.derivatives.of_plan_of_duals))
+            residuals = residuals and [*(halves(x)[0] for x in residuals[:3]), residuals[3][..., 0]]
+            return input_grads(ctx, *gradient(inputs, (dout, dlse), results, residuals, ctx.derivatives.with_dual_plan))
         upstream = (doutt, dlset, dout, dlse)
-        saved = (*results, *result_tangents, *kept)
+        saved = (*results, *result_tangents, *residuals)
         both = second_order(inputs, tangents, upstream, saved, ctx.derivatives)
         return *both[4:], *both[:4], None
 
@@ -141,18 +141,18 @@ class Gradient(torch.autograd.Function):
     """dq, dk, dv and dsinks along dout and dlse, from the forward's results, whose tangents are of use for its own."""
 
     @staticmethod
-    @signed
-    def forward(q, k, v, sinks, dout, dlse, derivatives: Derivatives, out, lse, outt, lset, *kept):
-        call, kept = derivatives.call, Kept(*kept) if kept else Kept(q, k, v, lse)
+    @with_signature
+    def forward(q, k, v, sinks, dout, dlse, derivatives: Derivatives, out, lse, outt, lset, *residuals):
+        call, residuals = derivatives.call, Residuals(*residuals) if residuals else Residuals(q, k, v, lse)
         dout, dlse = upstream_of(call, out, dout, dlse)
         with derivatives.collective_call("the backward of tree attention", q.device, dout=dout):
             exchanges = call.plan.backward.ulysses_size > 1
             if dlse is not None or (derivatives.with_lse and exchanges):  # another rank's dlse may be in delta
                 needs = dict(flowing_lse=True, selects=call.selected is not None)
-                backend = kernels.choose(*kept[:3], call.spec, call.config.backend, **needs)
+                backend = kernels.choose(*residuals[:3], call.spec, call.config.backend, **needs)
                 call = dataclasses.replace(call, backend=backend)
-            delta = kernels.attn_delta(dout, out, flowing(dlse, lse))
-            *grads, dsinks = passes.backward(dout, delta, kept, sinks, call)  # d2F/dqkv dzeta: (5) to (7)
+            delta = kernels.attn_delta(dout, out, lse_gradient(dlse, lse))
+            *grads, dsinks = passes.backward(dout, delta, residuals, sinks, call)  # d2F/dqkv dzeta: (5) to (7)
         return *(plain(x.to(out.dtype)) for x in grads), dsinks
 
     @staticmethod
@@ -166,20 +166,22 @@ class Gradient(torch.autograd.Function):
     @staticmethod
     @comm.derivative
     def backward(ctx, *upstream):
-        inputs, (dout, dlse), _, kept = cut(ctx.saved_tensors, 4, 2, 4)
-        return needed(ctx, *_along(upstream, filled_in(inputs, kept, ctx.derivatives), dout, dlse, ctx.derivatives))
+        inputs, (dout, dlse), _, residuals = cut(ctx.saved_tensors, 4, 2, 4)
+        return input_grads(
+            ctx, *_along(upstream, materialize(inputs, residuals, ctx.derivatives), dout, dlse, ctx.derivatives)
+        )
 
     @staticmethod
     @comm.derivative
     def jvp(ctx, *tangents):
-        inputs, (dout, dlse), (out, lse, outt, lset), kept = cut(ctx.saved_tensors, 4, 2, 4)
+        inputs, (dout, dlse), (out, lse, outt, lset), residuals = cut(ctx.saved_tensors, 4, 2, 4)
         tangents, (doutt, dlset) = tangents[:4], tangents[4:6]
         if all(x is None for x in tangents):
-            return gradient(inputs, (doutt, dlset), (out, lse), kept, ctx.derivatives)
-        tangents, kept = with_zeros(tangents, inputs), ()
+            return gradient(inputs, (doutt, dlset), (out, lse), residuals, ctx.derivatives)
+        tangents, residuals = with_zeros(tangents, inputs), ()
         if lset is None or ctx.derivatives.call.of_duals.plan.forward.ulysses_size > 1:
-            out, lse, outt, lset, *kept = Tangent.apply(*inputs, *tangents, ctx.derivatives)
-        upstream, saved = (dout, dlse, doutt, dlset), (out, lse, outt, lset, *kept)
+            out, lse, outt, lset, *residuals = Tangent.apply(*inputs, *tangents, ctx.derivatives)
+        upstream, saved = (dout, dlse, doutt, dlset), (out, lse, outt, lset, *residuals)
         return second_order(inputs, tangents, upstream, saved, ctx.derivatives)[4:]
 
 
@@ -187,18 +189,18 @@ class SecondOrder(torch.autograd.Function):
     """dq, dk, dv and dsinks along dout and dlse, and their tangents along those of all these: four and four."""
 
     @staticmethod
-    @signed
+    @with_signature
     def forward(q, k, v, sinks, qt, kt, vt, sinkst, dout, dlse, doutt, dlset, derivatives: Derivatives, *saved):
-        (out, lse, outt, lset), kept = saved[:4], saved[4:]
-        call, (q2, k2, v2, sinks2) = derivatives.call.of_duals, duals_of((q, k, v, sinks), (qt, kt, vt, sinkst))
-        kept = Kept(*kept) if kept else Kept(q2, k2, v2, torch.stack((lse, lset), -1))
+        (out, lse, outt, lset), residuals = saved[:4], saved[4:]
+        call, (q2, k2, v2, sinks2) = derivatives.call.of_duals, dual_inputs((q, k, v, sinks), (qt, kt, vt, sinkst))
+        residuals = Residuals(*residuals) if residuals else Residuals(q2, k2, v2, torch.stack((lse, lset), -1))
         dout, dlse = upstream_of(call, out, dout, dlse)
         doutt, dlset = upstream_of(call, out, doutt, dlset)
         with derivatives.collective_call("the second derivatives of tree attention", q.device, dout=dout):
-            delta = kernels.attn_delta(dout, out, flowing(dlse, lse))
-            kappa = kernels.attn_delta(doutt, out, flowing(dlset, lse)) + kernels.attn_delta(dout, outt)
+            delta = kernels.attn_delta(dout, out, lse_gradient(dlse, lse))
+            kappa = kernels.attn_delta(doutt, out, lse_gradient(dlset, lse)) + kernels.attn_delta(dout, outt)
             statistics = torch.stack((delta, kappa), -1)
-            *grads, dsinks = passes.backward(dual(dout, doutt), statistics, kept, sinks2, call)
+            *grads, dsinks = passes.backward(dual(dout, doutt), statistics, residuals, sinks2, call)
         grads = [halves(x.to(out.dtype)) for x in grads]
         grads.append((None, None) if dsinks is None else dsinks.unbind(-1))
         return *(plain(x) for x, _ in grads), *(plain(x) for _, x in grads)
@@ -217,7 +219,7 @@ class SecondOrder(torch.autograd.Function):
             raise ValueError(NO_THIRD)
         inputs, (dout, dlse), _ = cut(ctx.saved_tensors, 4, 2)
         *of_tangents, doutt, dlset = _along(upstream[4:], inputs, dout, dlse, ctx.derivatives)
-        return needed(ctx, *(None,) * 4, *of_tangents, None, None, doutt, dlset)
+        return input_grads(ctx, *(None,) * 4, *of_tangents, None, None, doutt, dlset)
 
     @staticmethod
     def jvp(ctx, *_):
@@ -226,12 +228,12 @@ class SecondOrder(torch.autograd.Function):
         return tuple(None if x is None else torch.full_like(x, float("nan")) for x in ctx.saved_tensors)
 
 
-def gradient(inputs: Sequence, upstream: Sequence, results: Sequence, kept: Sequence, derivatives: Derivatives):
+def gradient(inputs: Sequence, upstream: Sequence, results: Sequence, residuals: Sequence, derivatives: Derivatives):
     """The results of Gradient. The forward's results are constants here: they don't ask for its backward again."""
     if not torch.is_grad_enabled() and not has_tangents(*inputs, *upstream):
-        return Gradient.forward(*inputs, *upstream, derivatives, *results, None, None, *kept)
+        return Gradient.forward(*inputs, *upstream, derivatives, *results, None, None, *residuals)
     tangents = (None if x is None else forward_ad.unpack_dual(x).tangent for x in results)
-    saved = (None if x is None else x.detach() for x in (*results, *tangents, *kept))
+    saved = (None if x is None else x.detach() for x in (*results, *tangents, *residuals))
     return Gradient.apply(*inputs, *upstream, derivatives, *saved)
 
 
@@ -240,7 +242,7 @@ def second_order(inputs: Sequence, tangents: Sequence, upstream: Sequence, saved
     a gradient."""
     fixed = (*inputs, *upstream[:2])
     if torch.is_grad_enabled():
-        fixed = [None if x is None else Fixed.apply(x) for x in fixed]
+        fixed = [None if x is None else Constant.apply(x) for x in fixed]
     saved = (x.detach() for x in saved)
     return SecondOrder.apply(*fixed[:4], *tangents, *fixed[4:], *upstream[2:], derivatives, *saved)
 
@@ -248,8 +250,8 @@ def second_order(inputs: Sequence, tangents: Sequence, upstream: Sequence, saved
 def _along(tangents: Sequence, inputs: Sequence, dout: Tensor | None, dlse: Tensor | None, derivatives: Derivatives):
     """The gradients of <tangents, (dq, dk, dv, dsinks)> by q, k, v, sinks, dout and dlse."""
     tangents = with_zeros(tangents, inputs)
-    out, lse, outt, lset, *kept = Tangent.apply(*inputs, *tangents, derivatives)
-    saved = (out, lse, outt, lset, *kept)
+    out, lse, outt, lset, *residuals = Tangent.apply(*inputs, *tangents, derivatives)
+    saved = (out, lse, outt, lset, *residuals)
     return *second_order(inputs, tangents, (dout, dlse, None, None), saved, derivatives)[4:], outt, lset
 
 

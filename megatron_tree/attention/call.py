@@ -18,7 +18,7 @@ from ..kernels import Backend
 from ..layout import Dispatched, Packed, Segment, Sharding, by_document, join, visible_rows
 from ..log import say_once
 from ..plan import Arrangement, Mask, PassPlan, Shape, Topology, TrainingPlan, plan_training
-from .cell import Cell, Selected, wire_dtype
+from .cell import Cell, SelectedKeys, wire_dtype
 from .rows import TeamRows, VisibleRows
 from .tuning import Stopwatch, tuned_plan
 
@@ -221,7 +221,7 @@ class PlannedAttention(AttentionCall):
         else:
             keys = TeamRows.of(self._team("keys", plan, at.key_team), self.keys, at.key_holders)
         queries = TeamRows.of(self._team("queries", plan, at.query_team), self.queries, at.query_holders)
-        selected = None if self.selected_keys is None else Selected(self.selected_keys, queries)
+        selected = None if self.selected_keys is None else SelectedKeys(self.selected_keys, queries)
         return Cell(queries=queries, keys=keys, backend=self.backend, wire=self.wire_dtype, selected=selected)
 
     def head_team(self, plan: PassPlan) -> comm.Team:

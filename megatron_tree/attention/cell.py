@@ -56,7 +56,7 @@ class Cell:
     backend: Backend
     wire: torch.dtype
     """The dtype in which partial outputs and gradients are sent."""
-    selected: Selected | None = None
+    selected: SelectedKeys | None = None
     """The keys that queries see, if not all within the mask."""
 
     def local_dtype(self, dtype: torch.dtype, has_sinks: bool) -> torch.dtype:
@@ -88,7 +88,7 @@ class Cell:
         return {} if self.selected is None else {"selected": self.selected.of(arrived)}
 
 
-class Selected:
+class SelectedKeys:
     """The keys that this rank's queries see, int32 [b, s, m], and those of all queries that arrive here, which follow
     them once for all chunks."""
 
@@ -184,15 +184,17 @@ class LocalState:
 class CellBackward(Stages):
     """The backward of a head chunk: `grads` of this rank's rows, from the global lse and delta [b, h, s]."""
 
-    def __init__(self, cell: Cell, chunk: HeadChunk, dout: Tensor, kept: Kept, delta: Tensor, local: LocalGrads):
-        self.cell, self.chunk, self.local, self.kept = cell, chunk, local, kept.part(chunk)
+    def __init__(
+        self, cell: Cell, chunk: HeadChunk, dout: Tensor, residuals: Residuals, delta: Tensor, local: LocalGrads
+    ):
+        self.cell, self.chunk, self.local, self.residuals = cell, chunk, local, residuals.part(chunk)
         self.dout, self.delta = dout[:, :, chunk.queries], delta[:, chunk.queries]
         self.grads: Grads | None = None
         self.reductions: list[tuple] = []
         """Rows, the reduction of their gradients, and this rank's part of them."""
 
     def gather(self) -> None:
-        q, k, v, lse = self.kept
+        q, k, v, lse = self.residuals
         keys, of_queries = self.cell.keys.start_gather(k, v), (q, self.dout)
         if self.cell.queries.travel:
             of_queries += (pack_statistics(lse, self.delta, wire=q.dtype),)
@@ -220,7 +222,7 @@ class CellBackward(Stages):
 
     def _of_local_queries(self) -> list[Tensor]:
         """dk and dv of all keys that have arrived, from this rank's queries, whose dq grows in place."""
-        cell, (dq, *dkv), (q, *_, lse), (_, kv) = self.cell, self.grads, self.kept, self.arrived
+        cell, (dq, *dkv), (q, *_, lse), (_, kv) = self.cell, self.grads, self.residuals, self.arrived
         if cell.keys.others:
             segments = dict(q_segments=cell.queries.local, k_segments=cell.keys.others, **cell.selection(False))
             call = dict(segments, spec=self.chunk.spec)
@@ -253,7 +255,7 @@ class CellBackward(Stages):
         self.reductions.clear()
 
 
-class Kept(NamedTuple):
+class Residuals(NamedTuple):
     """What the backward needs: of this rank's heads, or of those that it has after an exchange."""
 
     q: Tensor
@@ -262,17 +264,17 @@ class Kept(NamedTuple):
     lse: Tensor
     """[b, h, s], with sinks; of dual tensors (lse, mu), [b, h, s, 2]."""
 
-    def part(self, chunk: HeadChunk) -> Kept:
+    def part(self, chunk: HeadChunk) -> Residuals:
         """The same of a chunk's heads."""
         q, k, v = self.q[:, :, chunk.queries], self.k[:, :, chunk.kv], self.v[:, :, chunk.kv]
-        return Kept(q, k, v, self.lse[:, chunk.queries])
+        return Residuals(q, k, v, self.lse[:, chunk.queries])
 
 
 class LocalGrads:
     """The same for the gradients of the local pair."""
 
-    def __init__(self, cell: Cell, spec: AttnSpec, dout: Tensor, kept: Kept, delta: Tensor):
-        self._cell, self._spec, self._pair = cell, spec, (dout, *kept, delta)
+    def __init__(self, cell: Cell, spec: AttnSpec, dout: Tensor, residuals: Residuals, delta: Tensor):
+        self._cell, self._spec, self._pair = cell, spec, (dout, *residuals, delta)
         self.grads: Grads | None = None
 
     def part(self, chunk: HeadChunk) -> Grads:

@@ -18,8 +18,8 @@ from ..kernels import Backend
 from ..layout import sequences_of
 from ..plan import PassPlan
 from .call import PlannedAttention
-from .cell import Kept
-from .exchanged import returned
+from .cell import Residuals
+from .ulysses import restore_inputs
 from .validate import check_finite_shares
 
 
@@ -62,7 +62,7 @@ class Derivatives:
     """Whether q, k and v are `Placeholder`s."""
 
     @property
-    def of_plan_of_duals(self) -> Derivatives:
+    def with_dual_plan(self) -> Derivatives:
         """The same of the forward that was part of one of dual tensors."""
         return dataclasses.replace(self, call=dataclasses.replace(self.call, plan=self.call.of_duals.plan))
 
@@ -83,7 +83,7 @@ class Derivatives:
                 yield
 
 
-def signed(function: Callable) -> Callable:
+def with_signature(function: Callable) -> Callable:
     """The function with its signature at hand, for which torch asks in every call of an autograd function."""
     function.__signature__ = inspect.signature(function)
     return function
@@ -92,11 +92,11 @@ def signed(function: Callable) -> Callable:
 NO_THIRD = "attention has no third derivatives"
 
 
-class Fixed(torch.autograd.Function):
+class Constant(torch.autograd.Function):
     """x, by which what follows can't be differentiated."""
 
     @staticmethod
-    @signed
+    @with_signature
     def forward(x: Tensor) -> Tensor:
         return plain(x)
 
@@ -117,7 +117,7 @@ class Placeholder(torch.autograd.Function):
     """A tensor of one element in the place of x, whose gradients are those of x. It can't have tangents."""
 
     @staticmethod
-    @signed
+    @with_signature
     def forward(x: Tensor) -> Tensor:
         return x.new_zeros(()).expand(x.shape)
 
@@ -130,14 +130,14 @@ class Placeholder(torch.autograd.Function):
         return grad
 
 
-class Filled(torch.autograd.Function):
+class Materialize(torch.autograd.Function):
     """The values of the placeholders of q, k and v: those that an exchange of heads has left here return."""
 
     @staticmethod
-    @signed
-    def forward(q: Tensor, k: Tensor, v: Tensor, derivatives: Derivatives, *kept: Tensor):
+    @with_signature
+    def forward(q: Tensor, k: Tensor, v: Tensor, derivatives: Derivatives, *residuals: Tensor):
         with derivatives.collective_call("the inputs of tree attention", q.device):
-            return tuple(plain(x) for x in returned(Kept(*kept), derivatives.call))
+            return tuple(plain(x) for x in restore_inputs(Residuals(*residuals), derivatives.call))
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -148,14 +148,16 @@ class Filled(torch.autograd.Function):
         return *grads, *(None,) * (ctx.num_inputs - 3)
 
 
-def filled_in(inputs: Sequence, kept: Sequence, derivatives: Derivatives) -> Sequence:
+def materialize(inputs: Sequence, residuals: Sequence, derivatives: Derivatives) -> Sequence:
     """q, k, v and sinks with values in place of placeholders."""
-    return (*Filled.apply(*inputs[:3], derivatives, *kept), inputs[3]) if derivatives.of_placeholders else inputs
+    return (
+        (*Materialize.apply(*inputs[:3], derivatives, *residuals), inputs[3]) if derivatives.of_placeholders else inputs
+    )
 
 
-def exchanged(kept: Kept, plan: PassPlan) -> Kept | tuple[()]:
+def extra_residuals(residuals: Residuals, plan: PassPlan) -> Residuals | tuple[()]:
     """What a backward needs beyond a forward's inputs and results: these after an exchange of heads."""
-    return kept if plan.ulysses_size > 1 else ()
+    return residuals if plan.ulysses_size > 1 else ()
 
 
 def plain(x: Tensor | None) -> Tensor | None:
@@ -163,7 +165,7 @@ def plain(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.data
 
 
-def needed(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+def input_grads(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     """What a backward returns: the gradients of the first inputs, as far as they have one."""
     missing = [None] * (len(ctx.needs_input_grad) - len(grads))
     return tuple(x if needs else None for x, needs in zip((*grads, *missing), ctx.needs_input_grad))
@@ -189,7 +191,7 @@ def with_zeros(tangents: Sequence, inputs: Sequence) -> list[Tensor | None]:
     return [torch.zeros_like(x) if t is None and x is not None else t for t, x in zip(tangents, inputs)]
 
 
-def duals_of(inputs: Sequence, tangents: Sequence) -> list[Tensor | None]:
+def dual_inputs(inputs: Sequence, tangents: Sequence) -> list[Tensor | None]:
     """Dual tensors of q, k, v, and sinks [h, 2]."""
     (*qkv, sinks), (*qkvt, sinkst) = inputs, tangents
     return [*map(dual, qkv, qkvt), None if sinks is None else torch.stack((sinks, sinkst), -1)]
@@ -207,6 +209,6 @@ def upstream_of(
     return dout, dlse
 
 
-def flowing(dlse: Tensor | None, lse: Tensor) -> Tensor | None:
+def lse_gradient(dlse: Tensor | None, lse: Tensor) -> Tensor | None:
     """The gradient that flows through lse: none where nothing is seen."""
     return None if dlse is None else torch.where(lse == float("-inf"), 0.0, dlse)

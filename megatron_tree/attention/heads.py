@@ -64,13 +64,15 @@ class HeadExchange:
         """This rank's heads in n chunks; spec is of all heads."""
         return head_chunks(self._split.n * self._split.queries, self._split.n, n, spec, self._first)
 
-    def start_to_tokens(self, chunk: HeadChunk, queries: tuple[Tensor, ...], kv: tuple[Tensor, ...] = ()) -> Exchanging:
-        """Start to exchange a chunk of tensors [b, s, h, d_n] and [b, s, h_kv, d_n]; see `Exchanging.tokens`."""
+    def start_to_tokens(
+        self, chunk: HeadChunk, queries: tuple[Tensor, ...], kv: tuple[Tensor, ...] = ()
+    ) -> PendingExchange:
+        """Start to exchange a chunk of tensors [b, s, h, d_n] and [b, s, h_kv, d_n]; see `PendingExchange.tokens`."""
         of_queries = [self._by_unit(x, self._split.queries)[:, :, :, chunk.kv].flatten(3, 4) for x in queries]
         return self._start(of_queries, [self._kv_heads(x, chunk.kv) for x in kv])
 
-    def start_to_heads(self, queries: tuple[Tensor, ...], kv: tuple[Tensor, ...] = ()) -> Exchanging:
-        """Start to exchange results [b, u * rows, heads, d_n] of a chunk back; see `Exchanging.heads`."""
+    def start_to_heads(self, queries: tuple[Tensor, ...], kv: tuple[Tensor, ...] = ()) -> PendingExchange:
+        """Start to exchange results [b, u * rows, heads, d_n] of a chunk back; see `PendingExchange.heads`."""
         sides = [[x.unflatten(1, (self._team.size, -1)).transpose(1, 2) for x in side] for side in (queries, kv)]
         return self._start(*sides)
 
@@ -89,13 +91,13 @@ class HeadExchange:
         units = torch.cat(parts, 3).flatten(2, 4)[:, :rows, : h_kv * copies].to(dtype)
         return units if copies == 1 else units.unflatten(2, (h_kv, copies)).sum(3)
 
-    def _start(self, queries: list[Tensor], kv: list[Tensor]) -> Exchanging:
+    def _start(self, queries: list[Tensor], kv: list[Tensor]) -> PendingExchange:
         """Entry w of the third axis of tensors [b, s, u, heads, d_n] goes to rank w."""
         sides = [(queries + kv, self._rows[0])]
         if self._rows[0] != self._rows[1]:
             sides = [(queries, self._rows[0]), (kv, self._rows[1])]
         messages = [self._send(tensors, rows) for tensors, rows in sides if tensors]
-        return Exchanging(messages, [[x.shape[3:] for x in tensors] for tensors, _ in sides if tensors])
+        return PendingExchange(messages, [[x.shape[3:] for x in tensors] for tensors, _ in sides if tensors])
 
     def _send(self, tensors: list[Tensor], rows: int) -> comm.Pending:
         b, s, u = tensors[0].shape[:3]
@@ -122,7 +124,7 @@ class HeadExchange:
         return x[:, :, heads].unflatten(2, (u, -1))
 
 
-class Exchanging(NamedTuple):
+class PendingExchange(NamedTuple):
     """Tensors that a team exchanges, on their way."""
 
     messages: list[comm.Pending]

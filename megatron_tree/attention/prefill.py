@@ -23,7 +23,7 @@ from ..layout import Segment, in_chunks
 from ..merge import State, join_heads, merge_into, merge_sinks, round_state, state_dtype
 from ..plan import CallSizes, check_grid, chunk_sizes, grids, plan_prefill_grid, run_stages
 from .call import neighbours
-from .cell import Cell, CellForward, Selected, wire_dtype
+from .cell import Cell, CellForward, SelectedKeys, wire_dtype
 from .derivatives import check_tangents, in_torch
 from .head_shares import all_heads_of, check_head_shares, has_all_heads, heads_of
 from .heads import HeadChunk, head_chunks
@@ -183,7 +183,7 @@ class _Prefill:
         queries, spec = self.chunk.queries(query_team, self.spec)
         cell = dict(queries=queries, keys=self.chunk.keys(key_team), backend=self.backend)
         cell["wire"] = wire_dtype(q.dtype, self.ranks.config)
-        cell["selected"] = None if self.selected is None else Selected(self.selected, queries)
+        cell["selected"] = None if self.selected is None else SelectedKeys(self.selected, queries)
         if v is None:  # latents travel once
             cell, kv = LatentCell(**cell, expand=self.expand, head_dim_v=self.head_dim_v), (k,)
         else:
@@ -287,14 +287,16 @@ class PromptChunk:
     def queries(self, team: comm.Team, spec: AttnSpec) -> tuple[TeamRows | HeadRows, AttnSpec]:
         """What a team gathers of the chunk's queries, and the call's mathematics for the heads of these."""
         if self.head_shares is not None:
-            segments = self._one_after_another([of_runs(runs) for runs in self.shares], 0)
+            segments = self._one_after_another([run_segments(runs) for runs in self.shares], 0)
             if spec.alibi_slopes is not None:
                 heads = heads_of(self.head_shares, team.order)
                 spec = replace(spec, alibi_slopes=tuple(tuple(row[i] for i in heads) for row in spec.alibi_slopes))
             return HeadRows(team, segments, self.head_shares), spec
         counts = self.num_queries
         rows = max(counts[r] for r in team.order)
-        return TeamRows(team, rows, self._one_after_another([of_runs(self.shares[r]) for r in team.order], rows)), spec
+        return TeamRows(
+            team, rows, self._one_after_another([run_segments(self.shares[r]) for r in team.order], rows)
+        ), spec
 
     def keys(self, team: comm.Team) -> TeamRows:
         """What a team gathers of the cache's keys."""
@@ -312,7 +314,7 @@ class PromptChunk:
         return tuple(s._replace(row=s.row + i * rows) for i, segments in enumerate(cut) for s in segments)
 
 
-def of_runs(runs: list[tuple[int, int]]) -> list[Segment]:
+def run_segments(runs: list[tuple[int, int]]) -> list[Segment]:
     """Segments of one rank's queries."""
     ends = itertools.accumulate(count for _, count in runs)
     return [Segment(end - count, position, count) for end, (position, count) in zip(ends, runs)]

@@ -15,7 +15,7 @@ from ..config import AttnSpec
 from ..merge import empty_state, merge_into, state_dtype
 from ..plan import PassPlan, Stages
 from .call import PlannedAttention
-from .cell import Kept
+from .cell import Residuals
 
 
 class _Ring:
@@ -66,11 +66,11 @@ class RingBackward(Stages):
     KV goes round again; its gradient follows one step behind, grows at every rank, and comes home.
     """
 
-    def __init__(self, call: PlannedAttention, spec: AttnSpec, dout: Tensor, kept: Kept, delta: Tensor):
-        self.call, self.spec, self.dout, self.kept, self.delta = call, spec, dout, kept, delta
+    def __init__(self, call: PlannedAttention, spec: AttnSpec, dout: Tensor, residuals: Residuals, delta: Tensor):
+        self.call, self.spec, self.dout, self.residuals, self.delta = call, spec, dout, residuals, delta
 
     def attend(self) -> None:
-        call, (q, k, v, lse), ring = self.call, self.kept, _Ring(self.call, self.call.plan.backward)
+        call, (q, k, v, lse), ring = self.call, self.residuals, _Ring(self.call, self.call.plan.backward)
         kv, widths, dq, going_home = ring.packed(k, v), (k.shape[-1], v.shape[-1]), 0, None
         other, home = torch.empty_like(kv), torch.empty_like(kv, dtype=call.wire_dtype)
         for step in range(ring.size):

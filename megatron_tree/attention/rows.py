@@ -13,6 +13,8 @@ segments `local`, of this rank's rows, and `others`, of the rest of those that a
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -27,7 +29,8 @@ from .head_shares import has_all_heads, heads_of, rows_of_heads
 Segments = tuple[Segment, ...]
 
 
-class TeamRows(NamedTuple):
+@dataclass(frozen=True)
+class TeamRows:
     """All rows of a team's ranks: an all-gather, and a reduce-scatter back."""
 
     team: comm.Team
@@ -36,7 +39,7 @@ class TeamRows(NamedTuple):
     arriving: Segments
     local: Segments = ()
     others: Segments = ()
-    at: slice = slice(0)
+    at: slice | None = None
     """This rank's rows among those that arrive."""
 
     @classmethod
@@ -52,13 +55,13 @@ class TeamRows(NamedTuple):
             at=sharding.rows_of(holders[i], at=i),
         )
 
-    @property
+    @functools.cached_property
     def travel(self) -> bool:
         return self.team.size > 1
 
-    def start_gather(self, *tensors: Tensor) -> Gather | Here:
+    def start_gather(self, *tensors: Tensor) -> Gather | LocalRows:
         if not self.travel:
-            return Here(tensors)
+            return LocalRows(tensors)
         packed = _packed(tensors)
         missing = self.num_rows - packed.shape[0]
         padded = F.pad(packed, (0, 0) * 3 + (0, missing)) if missing else packed
@@ -134,13 +137,15 @@ class HeadRows(NamedTuple):
     def travel(self) -> bool:
         return self.team.size > 1
 
-    def start_gather(self, q: Tensor) -> GatherOfHeads | Here:
+    def start_gather(self, q: Tensor) -> GatherOfHeads | LocalRows:
         """q [b, s, h_local, d], or with all heads; [b, s, h, d] arrive, the team's heads in rank order."""
         if has_all_heads(q, self.shares):
-            return Here((q if self.team.size == len(self.shares) else q[:, :, heads_of(self.shares, self.team.order)],))
+            return LocalRows(
+                (q if self.team.size == len(self.shares) else q[:, :, heads_of(self.shares, self.team.order)],)
+            )
         q = q[:, :, : self.num_local]
         if not self.travel:
-            return Here((q,))
+            return LocalRows((q,))
         mine = F.pad(q.permute(2, 0, 1, 3), (0, 0) * 3 + (0, max(self.shares) - q.shape[2])).contiguous()
         return GatherOfHeads(comm.start_gather(mine, self.team), rows_of_heads(self.shares, self.team.order, q.device))
 
@@ -178,7 +183,7 @@ class GatherOfHeads(NamedTuple):
         return ((heads if self.rows is None else heads.index_select(0, self.rows)).permute(1, 2, 0, 3),)
 
 
-class Here(NamedTuple):
+class LocalRows(NamedTuple):
     """Rows that need not travel."""
 
     tensors: tuple[Tensor, ...]

@@ -27,7 +27,7 @@ from ..kernels import index_scores
 from ..layout import Layout, Segment, Sharding, check_layout, shard_lengths
 from ..layout import positions_of as positions_of_rows
 from ..merge import NO_ENTRY, ListReducer, positions_of, ranked
-from .prefill import PromptChunk, of_runs
+from .prefill import PromptChunk, run_segments
 from .sequences import layouts_of
 from .validate import check_runs, check_segments, describe
 
@@ -131,7 +131,7 @@ def tree_select_prefill(
         chunk = PromptChunk(ranks.rank, shares, segments, None, None)
         b, n, h, d = index_q.shape
         runs = shares[0] if len(shares) == 1 else shares[chunk.rank]
-        queries, counts = of_runs(runs), chunk.num_keys
+        queries, counts = run_segments(runs), chunk.num_keys
         if sum(s.length for s in queries) != n or counts[chunk.rank] != index_k.shape[1]:
             raise ValueError(
                 f"index_q has {n} queries and index_k {index_k.shape[1]} keys, but shares={shares} and key_segments "
@@ -172,7 +172,7 @@ def _one_after_another(segments: Sequence[Sequence[Segment]], counts: Sequence[i
 
 def _in_order(shares: Sequence[Sequence[tuple[int, int]]]) -> tuple[Segment, ...]:
     """The queries of all ranks, one after another."""
-    return of_runs([run for runs in shares for run in runs])
+    return run_segments([run for runs in shares for run in runs])
 
 
 def _merged(lists: Tensor, lengths: Sequence[int], ranks: comm.Ranks) -> Tensor:

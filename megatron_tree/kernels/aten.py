@@ -77,20 +77,15 @@ def attn_fwd(
         q, k, v = (x.index_select(1, order) for x in (q, k, v))
         out, lse = attn_fwd(q, k, v, q_segments=segments, k_segments=segments, spec=spec, block_fwd=block_fwd)
         return out.index_select(1, back), lse.index_select(2, back)
-    blocks = _blocks(q_segments, k_segments, spec)
-    b, s_q, h, _ = q.shape
+    blocks, (b, s_q, h, _) = _blocks(q_segments, k_segments, spec), q.shape
     if len(blocks) == 1 and blocks[0].q_len == s_q and blocks[0].kind != MASKED:
         return block_fwd(q, k[:, blocks[0].k_rows], v[:, blocks[0].k_rows], blocks[0], None, spec)
     out, lse = empty_state((b, s_q, h, v.shape[-1]), dtype=state_dtype(q.dtype), device=q.device)
     begun = bytearray(s_q)  # 1: rows that hold a state
-    for same_rows in _together(blocks, q, k, v):
+    for same_rows in [[x] for x in blocks] if _on_gpu(q) else _together(blocks, h, *k.shape[2:], v.shape[3]):
         block = same_rows[0]
         rows, mask = block.q_rows, _mask(block, q, spec)
-        keys, values = (
-            torch.cat([x[:, b.k_rows] for b in same_rows], 1) if len(same_rows) > 1 else x[:, block.k_rows]
-            for x in (k, v)
-        )
-        o, l = block_fwd(q[:, rows], keys, values, block, mask, spec)
+        o, l = block_fwd(q[:, rows], _side_by_side(k, same_rows), _side_by_side(v, same_rows), block, mask, spec)
         if 1 in begun[rows]:
             merge_into((out[:, rows], lse[..., rows]), (o, l))
         else:
@@ -123,19 +118,24 @@ def _by_position(
     return order.to(device), order.argsort().to(device), joined
 
 
-def _together(blocks: tuple[Block, ...], q: Tensor, k: Tensor, v: Tensor) -> list[list[Block]]:
-    """The blocks; on a CPU fully visible ones of the same rows in one list where copying their keys side by side takes
-    less memory traffic than merging their states."""
+@functools.lru_cache(maxsize=256)
+def _together(blocks: tuple[Block, ...], h: int, h_kv: int, d: int, d_v: int) -> list[list[Block]]:
+    """The blocks; fully visible ones of the same rows in one list where a CPU takes less memory traffic to copy their
+    keys side by side than to merge their states."""
     by_rows: dict[tuple, list[Block]] = {}
     for block in blocks:
-        full = block.kind == FULL and not _on_gpu(q)
-        by_rows.setdefault((block.q_row, block.q_len) if full else block, []).append(block)
+        by_rows.setdefault((block.q_row, block.q_len) if block.kind == FULL else block, []).append(block)
     joined = []
     for same in by_rows.values():
-        numbers = sum(block.k_len for block in same) * k.shape[2] * (k.shape[3] + v.shape[3])
-        merged = (len(same) - 1) * same[0].q_len * q.shape[2] * v.shape[3]
+        numbers = sum(block.k_len for block in same) * h_kv * (d + d_v)
+        merged = (len(same) - 1) * same[0].q_len * h * d_v
         joined += [same] if numbers <= 4 * merged else [[block] for block in same]
     return joined
+
+
+def _side_by_side(x: Tensor, blocks: list[Block]) -> Tensor:
+    """The rows of some blocks' keys or values x [b, s, h_kv, d]."""
+    return x[:, blocks[0].k_rows] if len(blocks) == 1 else torch.cat([x[:, block.k_rows] for block in blocks], 1)
 
 
 def attn_decode(q: Tensor, cache: KVCache, spec: AttnSpec) -> Tensor:
@@ -186,15 +186,8 @@ def attn_bwd(
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
     for block in blocks:
         rows, cols = block.q_rows, block.k_rows
-        grads = block_bwd(
-            *(x[:, rows] for x in (dout, out, q)),
-            k[:, cols],
-            v[:, cols],
-            lse[..., rows],
-            block,
-            _mask(block, q, spec),
-            spec,
-        )
+        of_rows, mask = (dout[:, rows], out[:, rows], q[:, rows]), _mask(block, q, spec)
+        grads = block_bwd(*of_rows, k[:, cols], v[:, cols], lse[..., rows], block, mask, spec)
         for total, at, grad in zip((dq, dk, dv), (rows, cols, cols), grads):
             total[:, at] += grad
     return dq, dk, dv
@@ -228,15 +221,17 @@ def widen(d: int, *tensors: Tensor) -> list[Tensor]:
     Flash kernels also need a unit stride there (the CPU's forward silently misreads anything else), and on GPUs rows
     that begin at multiples of 16 bytes: any other address is an error after which the process can't use its GPU.
     """
-    padded = (x if x.shape[-1] == d else F.pad(x, (0, d - x.shape[-1])) for x in tensors)
-    return [x if _readable(x) else x.clone(memory_format=torch.contiguous_format) for x in padded]
+    on_gpu, widened = _on_gpu(tensors[0]), []
+    for x in tensors:
+        x = x if x.shape[-1] == d else F.pad(x, (0, d - x.shape[-1]))
+        readable = x.stride(-1) == 1 and not (on_gpu and _is_misaligned(x))
+        widened.append(x if readable else x.clone(memory_format=torch.contiguous_format))
+    return widened
 
 
-def _readable(x: Tensor) -> bool:
-    if not _on_gpu(x) or x.stride(-1) != 1:
-        return x.stride(-1) == 1
+def _is_misaligned(x: Tensor) -> bool:
     rows = (stride * x.element_size() for size, stride in zip(x.shape[:-1], x.stride()) if size > 1)
-    return not any(start % 16 for start in (x.data_ptr(), *rows))
+    return any(start % 16 for start in (x.data_ptr(), *rows))
 
 
 def _block_fwd(q, k, v, block, mask, spec: AttnSpec, *, empty_rows: bool = True) -> tuple[Tensor, Tensor]:
@@ -251,8 +246,9 @@ def _block_fwd(q, k, v, block, mask, spec: AttnSpec, *, empty_rows: bool = True)
     v = k if d_v < k.shape[-1] and begins(v, k) else v  # instead of a copy of v that is as wide
     q, k, v = widen(width(q, v), q, k, v)
     if not _on_gpu(q):
+        bhsd = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *(x.transpose(1, 2) for x in (q, k, v)), 0.0, causal, attn_mask=mask, scale=spec.softmax_scale
+            *bhsd, 0.0, causal, attn_mask=mask, scale=spec.softmax_scale
         )
         out = out.transpose(1, 2)
     else:
@@ -311,8 +307,8 @@ def _diagonal_bwd(dout, out, q, k, v, lse, spec: AttnSpec) -> tuple[Tensor, Tens
         triangle = _steps(0, step, q.dtype)[None, None, : end - i, : end - i]
         of_strip = None
         for rows, mask in ((slice(i, end), triangle), (slice(end, n), None))[: 1 + (end < n)]:
-            row_tensors = (x[:, rows] for x in (dout, out, q))
-            dq_part, *dkv = _block_bwd(*row_tensors, k[:, i:end], v[:, i:end], lse[..., rows], None, mask, spec)
+            of_rows = dout[:, rows], out[:, rows], q[:, rows]
+            dq_part, *dkv = _block_bwd(*of_rows, k[:, i:end], v[:, i:end], lse[..., rows], None, mask, spec)
             dq[:, rows] += dq_part
             of_strip = dkv if of_strip is None else [x + y for x, y in zip(of_strip, dkv)]
         strips.append(of_strip)
@@ -326,7 +322,7 @@ def _block_bwd(dout, out, q, k, v, lse, block, mask, spec: AttnSpec) -> tuple[Te
         return _diagonal_bwd(dout, out, q, k, v, lse, spec)
     dout, out, q, k, v = widen(width(q, v), dout, out, q, k, v)
     if not _on_gpu(q):
-        bhsd = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+        bhsd = dout.transpose(1, 2), q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), out.transpose(1, 2)
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *bhsd, lse, 0.0, causal, attn_mask=mask, scale=spec.softmax_scale
         )

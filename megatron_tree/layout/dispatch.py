@@ -12,7 +12,7 @@ from .segments import Segment, join
 
 EVEN = 1.05  # work of the busiest rank, per mean, that is good enough
 FINEST = 64  # parts of a rank's mean work: documents with less are not spread any more
-OFTENER = 16  # shared runs are spread if they have so much less work: their keys go to many ranks anyway
+SHARED_WEIGHT = 16  # shared runs are spread if they have so much less work: their keys go to many ranks anyway
 
 
 class TreeRun(NamedTuple):
@@ -104,7 +104,7 @@ def _assigned(documents: list[TreeRun], world: int, rows: int, mean: float, limi
         n, depth, is_shared = documents[document]
         if not n:
             break
-        ranks = min(world, n, math.ceil(_work(depth, n) / limit * (OFTENER if is_shared else 1)))
+        ranks = min(world, n, math.ceil(_work(depth, n) / limit * (SHARED_WEIGHT if is_shared else 1)))
         chosen = sorted(shares, key=load)[:ranks]
         if ranks == 1:
             chosen[0].add(document, depth, n)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import comm
-from ..attention.derivatives import signed
+from ..attention.derivatives import with_signature
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Exchange(torch.autograd.Function):
     """`exchange`. after: the stamp of the forward's call, where this is a call of its own, as part of a backward."""
 
     @staticmethod
-    @signed
+    @with_signature
     def forward(x: Tensor, route: Route, after: int | None):
         if after is None:
             return route.send(x)
@@ -80,6 +80,6 @@ def nothing(like: Tensor, shape: Sequence[int], *others: Tensor) -> Tensor:
     return torch.cat([x[:0].reshape(0, 1) for x in others or (like,)]).exp().to(like.dtype).view(shape)
 
 
-def tied(x: Tensor, *others: Tensor) -> Tensor:
+def depending_on(x: Tensor, *others: Tensor) -> Tensor:
     """A copy of x that depends on the others as `nothing` does."""
     return torch.cat((x, nothing(x, (0, *x.shape[1:]), *others)))

@@ -18,7 +18,7 @@ from ..attention.sequences import layouts_of
 from ..config import TreeConfig, check_positive
 from ..layout import Layout
 from .chains import Chains, Link
-from .exchange import Route, exchange, tied
+from .exchange import Route, depending_on, exchange
 from .pieces import joined
 
 
@@ -171,13 +171,13 @@ def _before(links: Sequence[Link], end: int, count: int) -> list[tuple[int, int]
 def _halo(x: Tensor, before: Tensor | None, plan: HaloPlan, route: Route) -> tuple[Tensor, Tensor | None]:
     """The halos [b, n, count, ...] of the plan, and the sequence's last rows."""
     by_row, given = x.transpose(0, 1), (x,) if before is None else (x, before)
-    arrived = exchange(tied(by_row[list(plan.rows)], *given), route)
+    arrived = exchange(depending_on(by_row[list(plan.rows)], *given), route)
     zeros = arrived.new_zeros(1, *arrived.shape[1:])
     before = zeros.expand(plan.count, *zeros.shape[1:]) if before is None else before.transpose(0, 1)
     pool = torch.cat((zeros, arrived, before))
 
     def rows(*taken: Sequence[int]) -> Tensor:
         numbers = torch.tensor(taken, dtype=torch.int64, device=x.device).view(-1, plan.count)
-        return tied(pool[numbers].transpose(1, 2), arrived, *given)
+        return depending_on(pool[numbers].transpose(1, 2), arrived, *given)
 
     return rows(*plan.taken).transpose(0, 1), None if plan.final is None else rows(plan.final)[0]

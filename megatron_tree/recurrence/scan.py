@@ -15,7 +15,7 @@ from ..layout import Layout, check_layout
 from ..merge import AffineMaps
 from ..plan import plan_scan
 from .chains import Chains, Numbers, Place, chains_of
-from .exchange import Route, exchange, nothing, tied
+from .exchange import Route, depending_on, exchange, nothing
 
 SCHEDULES = ("auto", "gather", "exchange")
 
@@ -159,8 +159,8 @@ class Scan:
         given = nothing(begin, (0, 1), begin, transition, update, *others)
         shape = (*self.batch, self.maps.head_dim, self.maps.head_dim_v)
         if not any(self._sent):
-            states = tied(begin.expand(len(update), *begin.shape), given)
-            return states.view(-1, *shape), tied(begin, given).view(shape) if self.ends else None
+            states = depending_on(begin.expand(len(update), *begin.shape), given)
+            return states.view(-1, *shape), depending_on(begin, given).view(shape) if self.ends else None
         gathers = self._planned(update) == "gather"
         bounds = self._bounds(rows, gathers)
         arrived, maps = self._send_maps(self.maps.pack(transition, update).transpose(0, 1), bounds, given)
@@ -170,7 +170,7 @@ class Scan:
             arrived, states, final = self._send_states(states, final, begin_here, bounds, given, arrived)
         local = [states.get((rank, i), begin) for i in self.chains.linked[rank]]
         initial = torch.stack(local) if local else begin.new_zeros(0, *begin.shape)
-        initial, final = (None if x is None else tied(x, given, arrived) for x in (initial, final))
+        initial, final = (None if x is None else depending_on(x, given, arrived) for x in (initial, final))
         return initial.view(-1, *shape), None if final is None else final.view(shape)
 
     @property
@@ -244,5 +244,5 @@ class Scan:
             sent=tuple(len(x) * x.shape[1] for x in parts),
             received=tuple(rows * n for rows, n in sizes),
         )
-        arrived = exchange(tied(torch.cat([x.flatten(0, 1) for x in parts]), *others), route)
+        arrived = exchange(depending_on(torch.cat([x.flatten(0, 1) for x in parts]), *others), route)
         return arrived, [x.unflatten(0, size) for x, size in zip(arrived.split(route.received), sizes)]

@@ -8,38 +8,38 @@ from torch import Tensor
 from ..merge import bits_float, merge_sinks, pack_statistics, sinks_of, state_dtype, unpack_statistics
 from ..plan import HeadSplit, PassPlan, Stages, run_stages
 from .call import PlannedAttention
-from .cell import CellBackward, CellForward, Kept, LocalGrads, LocalState, sink_grads
+from .cell import CellBackward, CellForward, LocalGrads, LocalState, Residuals, sink_grads
 from .heads import HeadChunk, HeadExchange
 from .ring import RingBackward, RingForward
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: PlannedAttention, with_lse: bool
-) -> tuple[Tensor, Tensor | None, Kept]:
+) -> tuple[Tensor, Tensor | None, Residuals]:
     """As `passes.forward`; what the backward needs is of the heads that this rank has after the exchange."""
     run = _Pass(call, call.plan.forward)
     chunks = [_ForwardChunk(run, chunk, q, k, v, sinks, with_lse) for chunk in run.chunks]
     run_stages(chunks)
     out, *lse = (run.exchange.joined(list(parts), q.shape[1]) for parts in zip(*(chunk.results for chunk in chunks)))
     lse = bits_float(lse[0], state_dtype(q.dtype))[..., 0].transpose(1, 2).contiguous() if lse else None
-    parts = zip(zip(*(chunk.kept for chunk in chunks)), (2, 2, 2, 1))
-    kept = (tensors[0] if len(tensors) == 1 else torch.cat(tensors, axis) for tensors, axis in parts)
-    return out, lse, Kept(*kept)
+    parts = zip(zip(*(chunk.residuals for chunk in chunks)), (2, 2, 2, 1))
+    residuals = (tensors[0] if len(tensors) == 1 else torch.cat(tensors, axis) for tensors, axis in parts)
+    return out, lse, Residuals(*residuals)
 
 
 def backward(
-    dout: Tensor, delta: Tensor, kept: Kept, sinks: Tensor | None, call: PlannedAttention
+    dout: Tensor, delta: Tensor, residuals: Residuals, sinks: Tensor | None, call: PlannedAttention
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As `passes.backward`; dout and delta are of this rank's tokens, with all heads."""
     run = _Pass(call, call.plan.backward)
-    chunks = [_BackwardChunk(run, chunk, dout, delta, kept) for chunk in run.chunks]
+    chunks = [_BackwardChunk(run, chunk, dout, delta, residuals) for chunk in run.chunks]
     run_stages(chunks)
     dq, dk, dv = (list(parts) for parts in zip(*(chunk.results for chunk in chunks)))
     dsinks = None
     if sinks is not None:  # of this rank's heads only
         local, delta = run.exchange.local, torch.cat([chunk.delta for chunk in chunks], 1)
         local_sinks = sinks_of(sinks, local.start, local.stop - local.start)
-        dsinks, grads = torch.zeros_like(sinks), sink_grads(local_sinks, kept.lse, delta)
+        dsinks, grads = torch.zeros_like(sinks), sink_grads(local_sinks, residuals.lse, delta)
         dsinks[local] = grads[: len(dsinks[local])]
     dtype = state_dtype(dout.dtype)
     q_rows, k_rows = (x.rows_of((call.rank,)).stop for x in (call.queries, call.keys))
@@ -47,10 +47,10 @@ def backward(
     return run.exchange.joined(dq, q_rows), dk, dv, dsinks
 
 
-def returned(kept: Kept, call: PlannedAttention) -> tuple[Tensor, Tensor, Tensor]:
+def restore_inputs(residuals: Residuals, call: PlannedAttention) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of this rank's tokens, from those of the heads that it has after the exchange."""
     run = _Pass(call, call.plan.forward)
-    q, k, v = run.exchange.start_to_heads((kept.q,), (kept.k, kept.v)).heads(kept.k.shape[2])
+    q, k, v = run.exchange.start_to_heads((residuals.q,), (residuals.k, residuals.v)).heads(residuals.k.shape[2])
     q_rows, k_rows = (x.rows_of((call.rank,)).stop for x in (call.queries, call.keys))
     return run.exchange.joined([q], q_rows), *(run.exchange.kv_joined(x, k_rows) for x in (k, v))
 
@@ -117,14 +117,14 @@ class _ForwardChunk(_Chunk):
         results = (out.to(call.wire_dtype),)
         if self.with_lse:
             results += (pack_statistics(lse, wire=call.wire_dtype),)
-        self.kept, self.inner = Kept(*self.qkv, call.backend.statistics(out, lse)), None
+        self.residuals, self.inner = Residuals(*self.qkv, call.backend.statistics(out, lse)), None
         self.leaving = self.run.exchange.start_to_heads(results)
 
 
 class _BackwardChunk(_Chunk):
-    def __init__(self, run: _Pass, chunk: HeadChunk, dout: Tensor, delta: Tensor, kept: Kept):
+    def __init__(self, run: _Pass, chunk: HeadChunk, dout: Tensor, delta: Tensor, residuals: Residuals):
         super().__init__(run, chunk)
-        self.dout, self.delta, self.kept = dout, delta, kept.part(chunk)
+        self.dout, self.delta, self.residuals = dout, delta, residuals.part(chunk)
 
     def exchange(self) -> None:
         bits = pack_statistics(self.delta, wire=self.dout.dtype)
@@ -133,7 +133,7 @@ class _BackwardChunk(_Chunk):
     def gather(self) -> None:
         (self.dout, bits), self.arriving = self.arriving.tokens(), None
         (self.delta,) = unpack_statistics(bits, self.delta)
-        cell, args = self.run.cell, (self.dout, self.kept, self.delta)
+        cell, args = self.run.cell, (self.dout, self.residuals, self.delta)
         if cell is None:
             self.inner = RingBackward(self.run.call, self.chunk.spec, *args)
         else:
@@ -145,5 +145,5 @@ class _BackwardChunk(_Chunk):
     def give_back(self) -> None:
         self.inner.give_back()
         dq, dk, dv = (x.to(self.run.call.wire_dtype) for x in self.inner.grads)
-        self.dout = self.kept = self.inner = None
+        self.dout = self.residuals = self.inner = None
         self.leaving = self.run.exchange.start_to_heads((dq,), (dk, dv))
