@@ -26,8 +26,7 @@ from ..plan.cost import placed_topology
 from ..plan.decode import exchanges_queries, projects_first
 from .derivatives import check_tangents, in_torch, only_backward
 from .head_shares import all_heads_of, check_head_shares, gather_heads, has_all_heads, slice_of
-from .precision import autocast
-from .spec import make_spec
+from .spec import autocast, make_spec
 from .tuning import Stopwatch, tuned_plan
 from .validate import (
     check_cache,

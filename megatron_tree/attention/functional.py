@@ -34,10 +34,8 @@ from . import passes
 from .autograd import attention, goes_backward
 from .call import AttentionCall, PlannedAttention
 from .derivatives import has_tangents, only_backward
-from .precision import autocast
 from .sequences import layouts_of
-from .slices import make_slices
-from .spec import make_spec
+from .spec import autocast, make_slices, make_spec
 from .validate import (
     check_cross_documents,
     check_finite_shares,

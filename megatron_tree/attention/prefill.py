@@ -27,9 +27,8 @@ from .cell import Cell, CellForward, SelectedKeys, wire_dtype
 from .derivatives import check_tangents, in_torch
 from .head_shares import all_heads_of, check_head_shares, has_all_heads, heads_of
 from .heads import HeadChunk, head_chunks
-from .precision import autocast
 from .rows import HeadRows, Segments, TeamRows
-from .spec import make_spec
+from .spec import autocast, make_spec
 from .validate import (
     check_cache,
     check_finite_cache,

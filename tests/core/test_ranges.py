@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import AttnSlice, TreeConfig, comm, energy, kernels, tree_attn_func
-from megatron_tree.attention.slices import make_slices
+from megatron_tree.attention.spec import make_slices
 from megatron_tree.config import SLICES, AttnSpec
 from megatron_tree.kernels import ranges as grouped
 from megatron_tree.layout import (
