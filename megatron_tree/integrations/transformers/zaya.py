@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ...recurrence.exchange import tied
+from ...recurrence.exchange import depending_on
 from ...recurrence.halo import tree_halo
 from ...recurrence.pieces import joined
 from .recurrent import RecurrentRun
@@ -56,7 +56,7 @@ def cca_projection(
     results = []
     for i, x in enumerate(parts[0] if parts else original(module, hidden_states, None)):
         like = x.new_empty(*hidden_states.shape[:2], *x.shape[2:])
-        results.append(tied(joined(segments, {n: part[i] for n, part in enumerate(parts)}, like), halos))
+        results.append(depending_on(joined(segments, {n: part[i] for n, part in enumerate(parts)}, like), halos))
     return tuple(results)
 
 
