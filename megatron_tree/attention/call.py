@@ -151,7 +151,8 @@ class PlannedAttention(AttentionCall):
         rehearse: runs the passes of a planned call, which may be measured (tuning.py). Collective at the group's first
         call of a kind.
         """
-        if (planned := ranks.planned.get((call, backend))) is not None:
+        key = ranks, call, backend
+        if (planned := ranks.state.planned.get(key)) is not None:
             return planned
         topology, is_final = ranks.network.topology, True
         planned = cls(**vars(call), ranks=ranks, backend=backend, plan=None, selected_keys=selected_keys)
@@ -172,7 +173,7 @@ class PlannedAttention(AttentionCall):
             say_once(f"attention over {over}: {plan.reason}")
         planned = replace(planned, plan=plan)
         if is_final and call.spec.dropout is None and selected_keys is None and not call.return_max_logit:
-            ranks.planned[call, backend] = planned  # it depends on no tensor's values
+            ranks.state.planned[key] = planned  # it depends on no tensor's values
         return planned
 
     def plan_on(self, topology: Topology, **others) -> TrainingPlan:

@@ -114,7 +114,7 @@ def tree_decode(
     with ranks.call("tree_decode") as call, outside, torch.no_grad():
         # what tensors say of slots may be written to between calls; without them calls that are alike stay alike
         alike = cache_seqlens is q_positions is cache_positions is block_table is selected is alibi_slopes is None
-        step = DecodeStep(ranks.planned if alike and not shared and only_backward() else None)
+        step = DecodeStep(ranks.state.planned if alike and not shared and only_backward() else None)
         out, lse = step.run(call, q, cache, options, sinks)
     return (out, lse) if return_lse else out
 

@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from .call_record import CallRecord
 
+PLANNED = 64  # kinds of calls; packed documents are new ones with every batch
+
 
 class Recent(dict):
     """A dictionary of the `most` entries that were set last."""
@@ -56,6 +58,8 @@ class GroupState:
     """ranks.py: (type of a device, TreeConfig) -> `Ranks`."""
     tuned: dict[tuple, Any] = field(default_factory=dict)
     """attention/tuning.py: kinds of calls -> the plan that was measured to be the fastest."""
+    planned: Recent = field(default_factory=lambda: Recent(PLANNED))
+    """attention/: calls that are planned, by what they depend on."""
     counted: dict[tuple, int] = field(default_factory=dict)
     """attention/tuning.py: kinds of calls without a backward -> how many there were; the latest kind last."""
     agreed: dict[tuple, int] = field(default_factory=dict)

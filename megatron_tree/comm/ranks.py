@@ -22,7 +22,7 @@ from ..plan import Placement, Topology, default_topology, load_topology, place
 from ..plan.decode import SMALL_SUM
 from .calls import CollectiveCall
 from .collectives import start_all_to_all_v, start_gather, start_reduce_scatter
-from .group import GroupState, Recent
+from .group import GroupState
 from .health.agreement import gather
 from .health.watchdog import Watchdog
 from .links import Links, measured_links
@@ -30,8 +30,6 @@ from .shared import SUMS, SharedMemory, join
 from .team import Team, subgroup
 from .traffic import note
 from .work import Mail, meet, run
-
-PLANNED = 64  # kinds of calls; packed documents are new ones with every batch
 
 
 class Network(NamedTuple):
@@ -53,8 +51,6 @@ class Ranks:
         self.state = GroupState.of(group)
         self.size, self.rank, self.device_type, self.config = self.state.size, self.state.rank, device_type, config
         self.timeout_s = config.timeout_s
-        self.planned = Recent(PLANNED)
-        """attention/: calls that are checked and planned, by what they depend on."""
         self._group = (lambda: None) if group is None else weakref.ref(group)
 
     @classmethod

@@ -138,7 +138,9 @@ def _ranks(rank, world, hosts, cases, pick):
     others = [{"ulysses_size": 1, "grid": (1, world)}, {"ulysses_size": 1, "grid": (world, 1)}, {"ulysses_size": 2}]
     with Hosts([r * hosts // world for r in range(world)]), tried(*others), taken(pick):
         for layers, how, schedule in cases:
-            GroupState.of(dist.group.WORLD).tuned.clear()
+            state = GroupState.of(dist.group.WORLD)
+            state.tuned.clear()
+            state.planned.clear()
             found[layers, how, schedule] = _errors(layers, how, schedule, TUNED)
         plans = {str(plan.forward) for plan in GroupState.of(dist.group.WORLD).tuned.values()}
     return found, plans
@@ -165,7 +167,8 @@ def test_every_order_of_forwards_and_backwards(schedule):
 @pytest.mark.parametrize("pick", range(4))
 def test_many_layers(hosts, pick):
     ways = itertools.product((8, 24, 48), ("recomputed", "selective"), SCHEDULES)
-    _check(4, hosts, list(ways), pick)
+    twice = ("selective", "retained")  # torch refuses a second backward of selective checkpoints
+    _check(4, hosts, [way for way in ways if way[1:] != twice], pick)
 
 
 def _as_it_is(rank, world):
