@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -39,6 +40,8 @@ from .validate import (
 )
 
 TRUSTING = ("first", "never")  # values of `TreeConfig.check` with which calls that are alike are checked once
+
+_LIKE = operator.attrgetter("shape", "dtype", "device")
 
 
 @comm.public_call
@@ -174,13 +177,19 @@ class DecodeStep:
 def _key(q: Tensor, cache: KVCache, options: DecodeOptions, sinks, projection) -> tuple[tuple, tuple]:
     """What a call's checks and plan depend on, and the tensors that it names by identity, to be kept with it."""
     ranks, *numbers, slopes, head_shares, schedule = options
-    selected = cache.selected
-    if selected is not None:  # each layer has its own, which may be of another length
-        selected = selected.shape[:2], selected.dtype, selected.device
+    k, v, k_scale, v_scale, selected = *cache[:4], cache.selected
     tensors = (*cache[5:10], ranks, slopes)
     key = (
-        *[x if x is None else (x.shape, x.dtype, x.device) for x in (q, *cache[:4], sinks, projection)],
-        *(cache.head_dim_v, selected, *numbers, head_shares, schedule),
+        _LIKE(q),
+        _LIKE(k),
+        None if v is None else _LIKE(v),
+        None if k_scale is None else _LIKE(k_scale),
+        None if v_scale is None else _LIKE(v_scale),
+        None if sinks is None else _LIKE(sinks),
+        None if projection is None else _LIKE(projection),
+        # each layer has its own, which may be of another length
+        None if selected is None else (selected.shape[:2], selected.dtype, selected.device),
+        *(cache.head_dim_v, *numbers, head_shares, schedule),
         *map(id, tensors),
     )
     return key, tensors

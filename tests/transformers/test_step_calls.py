@@ -90,7 +90,7 @@ def test_one_rank(make_step, of_layer, of_step):
     assert found[0] <= of_layer and found[1] <= of_step, found
 
 
-@pytest.mark.parametrize(("weights", "of_layer", "of_step"), [("replicated", 45, 180), ("sharded", 67, 212)])
+@pytest.mark.parametrize(("weights", "of_layer", "of_step"), [("replicated", 46, 165), ("sharded", 68, 212)])
 def test_two_ranks(weights, of_layer, of_step):
     for found in run_distributed(_on_ranks, 2, weights):
         assert found[0] <= of_layer and found[1] <= of_step, found
