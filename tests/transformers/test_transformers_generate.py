@@ -137,6 +137,7 @@ def _beams(rank, world):
     options = {"attention_mask": mask, "max_new_tokens": 8, "num_beams": 3, "do_sample": False}
     want = model.generate(ids, **options)
     model.set_attn_implementation("tree")
+    model.generation_config.use_cache = False  # as in files of models that were trained
     cache = tree_hf.TreeCache(model.config, cp_group=_group(world), page_size=2)
     assert torch.equal(model.generate(ids, past_key_values=cache, **options), want)
 

@@ -81,16 +81,18 @@ def _make(name, trainer, folder, ranks, **more):
         own = {"gradient_accumulation_steps": 2, "label_smoothing_factor": smoothing, "eval_strategy": "steps"}
         args = transformers.TrainingArguments(str(folder), **OPTIONS | size | own | {"eval_steps": 2})
         return trainer(_model(), args, collator, data, data[:5], **options)
-    if name in ("sft", "packed"):
+    if KINDS[name] == "SFTTrainer":
         data = Dataset.from_list([{"prompt": s[:7], "completion": s[7:]} for s in (SENTENCES * 4)[:ROWS]])
         if name == "packed":
             data = Dataset.from_list([{"text": s} for s in SENTENCES * 16])
-        packing = {"packing": True, "max_length": 64} if name == "packed" else {"loss_type": "dft"}
         own = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
-        args = config("SFTConfig", **own, **packing)
+        args = config("SFTConfig", **own, **SUPERVISED[name])
         return trainer(model=_model(), args=args, train_dataset=data, eval_dataset=data.select(range(5)), **options)
     if name == "lora":  # the reference is the model without its adapters
         return trainer(model=_with_lora(_model()), args=config("DPOConfig"), train_dataset=_pairs(), **options)
+    if name in PREFERENCES:
+        args = config("DPOConfig", **PREFERENCES[name])
+        return trainer(model=_model(), ref_model=_model(seed=2), args=args, train_dataset=_pairs(), **options)
     if name == "precomputed":
         args = config("DPOConfig", precompute_ref_log_probs=True)
         return trainer(
@@ -116,13 +118,15 @@ def _make(name, trainer, folder, ranks, **more):
         if name == "adapted":
             model = _with_lora(model, "SEQ_CLS")
         return trainer(model=model, args=args, train_dataset=data, eval_dataset=data.select(range(8)), **options)
-    if name in ("kto", "precomputed_kto", "apo"):
+    if KINDS[name] == "KTOTrainer":
         rows = [{"prompt": r["prompt"], "completion": r["chosen"], "label": i % 3 > 0} for i, r in enumerate(_pairs())]
         loss = {"loss_type": "apo_zero_unpaired", "undesirable_weight": 0.7} if name == "apo" else {}
         args = config("KTOConfig", precompute_ref_log_probs=name == "precomputed_kto", **loss)
         data, reference = _on_disk(rows, folder / "rows"), None if name == "apo" else _model(seed=2)
         model = _model()
         model.config._name_or_path = str(folder.parents[1] / "reference")  # where TRL finds one by itself
+        if name == "lora_kto":
+            model, reference = _with_lora(model), None
         return trainer(model=model, ref_model=reference, args=args, train_dataset=data, **options)
     data = Dataset.from_list([{"prompt": s[: 5 + i % 7]} for i, s in enumerate(SENTENCES * 4)])
     own = ONLINE[name]
@@ -133,6 +137,10 @@ def _make(name, trainer, folder, ranks, **more):
     if KINDS[name] == "RLOOTrainer" or own.get("beta"):  # TRL loads the reference from where the model came from
         model.config._name_or_path = str(folder.parents[1] / "reference")
     args = config(KINDS[name].replace("Trainer", "Config"), **online | own)
+    if args.eval_strategy != "no":
+        options["eval_dataset"] = data.select(range(5, 8))
+    if name == "adapted_kl":
+        model = _with_lora(model)
     rewards = _reward
     if name == "scored":
         rewards, options["reward_processing_classes"] = [_model("scores", seed=4), _reward], [_tokenizer(), None]
@@ -193,14 +201,37 @@ ONLINE = {  # options of GRPO and RLOO
     "two-sided": TWICE | {"delta": 1.5, "epsilon_high": 0.3, "off_policy_mask_threshold": 0.1},
     "truncated": {"mask_truncated_completions": True, "loss_type": "bnpo"},
     "scored": {"reward_weights": [1.0, 0.5]},
+    "gspo": TWICE
+    | {"importance_sampling_level": "sequence", "loss_type": "grpo", "beta": 0.05}
+    | {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 4},
+    "adaptive": {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "num_iterations": 2, "entropy_coef": 0.01}
+    | {"use_adaptive_entropy": True, "entropy_target": 9.0, "top_entropy_quantile": 0.5, "loss_type": "cispo"},
+    "sampled": {"repetition_penalty": 1.3, "top_k": 40, "top_p": 0.95, "min_p": 0.001, "temperature": 0.7}
+    | {"max_completion_length": 30, "scale_rewards": "none"},
+    "adapted_kl": TWICE | {"beta": 0.1, "loss_type": "grpo"},
     "rloo": {"normalize_advantages": True},
+    "rloo-ended": {"mask_truncated_completions": True, "max_completion_length": 60, "beta": 0.0},
     "rloo-clipped": TWICE | {"beta": 0.2, "reward_clip_range": (0.2, 0.8)},
 }
+SUPERVISED = {
+    "sft": {"loss_type": "dft"},
+    "packed": {"packing": True, "max_length": 64},
+    "chunked": {"loss_type": "chunked_nll", "completion_only_loss": False, "max_length": 24},
+    "unpadded": {"padding_free": True, "max_length": None},
+}
+PAIRWISE = ["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"]
+PAIRWISE += ["apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"]
+PREFERENCES = {
+    "pairwise": {"loss_type": PAIRWISE, "label_smoothing": 0.1, "gradient_accumulation_steps": 2},
+    "divergent": {"f_divergence_type": "js_divergence", "ld_alpha": 0.5, "sync_ref_model": True}
+    | {"ref_model_sync_steps": 2, "optim": "sgd", "learning_rate": 0.1},
+}
 KINDS = {
-    "smoothed": "Trainer", "weighted": "Trainer", "sft": "SFTTrainer", "packed": "SFTTrainer",
-    "dpo": "DPOTrainer", "kto": "KTOTrainer", "reward": "RewardTrainer", "lora": "DPOTrainer", "fsdp": "DPOTrainer",
-    "adapted": "RewardTrainer", "precomputed": "DPOTrainer", "precomputed_kto": "KTOTrainer", "apo": "KTOTrainer",
-    **dict.fromkeys(ONLINE, "GRPOTrainer"), "rloo": "RLOOTrainer", "rloo-clipped": "RLOOTrainer",
+    "smoothed": "Trainer", "weighted": "Trainer", **dict.fromkeys(SUPERVISED, "SFTTrainer"),
+    **dict.fromkeys((*PREFERENCES, "dpo", "lora", "fsdp", "precomputed"), "DPOTrainer"),
+    **dict.fromkeys(("kto", "precomputed_kto", "apo", "lora_kto"), "KTOTrainer"),
+    **{name: "RLOOTrainer" if name.startswith("rloo") else "GRPOTrainer" for name in ONLINE},
+    "reward": "RewardTrainer", "adapted": "RewardTrainer",
 }  # fmt: skip
 CLOCKS = ("runtime", "per_second", "time")
 
@@ -297,6 +328,8 @@ def test_two_groups_that_share_the_answers_to_a_prompt(tmp_path):
         ["reward", "rloo", "fsdp", "apo"],
         ["sapo", "vespo", "luspo", "kl", "two-sided"],
         ["synced", "truncated", "scored", "rloo-clipped"],
+        ["pairwise", "divergent", "lora_kto", "chunked", "unpadded"],
+        ["gspo", "adaptive", "sampled", "adapted_kl", "rloo-ended"],
     ],
 )
 def test_more_trainers_on_two_ranks(tmp_path, names):
@@ -327,6 +360,7 @@ def test_what_is_refused():
             {},
             "use_transformers_continuous_batching=True",
         ),
+        ("RLOOTrainer", {"cache_implementation": "static"}, {}, "cache_implementation='static' doesn't work on shards"),
         ("RLOOTrainer", {}, processor, "trains on text"),
         ("GRPOTrainer", {"neftune_noise_alpha": 5.0}, {}, "neftune_noise_alpha=5.0: GRPOTrainer would add noise"),
         ("SFTTrainer", {"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor=0.1: SFTTrainer computes it"),

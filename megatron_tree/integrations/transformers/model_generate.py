@@ -39,6 +39,7 @@ def _cache_with(plain):
                         f"{option}={value!r}: generate would run the model over a second cache, which is no TreeCache. "
                         f"Leave {option} out, or use attn_implementation='sdpa' and Transformers' own cache"
                     )
+            generation_config.use_cache = True  # else every step would run all tokens again over those in the cache
         return plain(self, generation_config, model_kwargs, *args, **kwargs)
 
     return _prepare_cache_for_generation

@@ -42,6 +42,7 @@ TRAINERS = {  # and the values of tokens that their losses and metrics read
 }
 ONLINE = ("GRPOTrainer", "RLOOTrainer")
 REFUSED = {  # of their configurations, with the values that work
+    "cache_implementation": (None, "completions are generated over a sharded cache"),
     "cast_lm_head_to_fp32": (False, "the head computes in tiles"),
     "use_transformers_continuous_batching": (False, "completions are generated over a sharded cache"),
 }
