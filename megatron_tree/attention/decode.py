@@ -112,8 +112,8 @@ def tree_decode(
         k_cache, v_cache, k_scale, v_scale, head_dim_v, cache_seqlens, q_positions, cache_positions, block_table,
         shared, selected,
     )  # fmt: skip
-    ranks, head_shares = comm.Ranks.of(cp_group, q.device, config), None if head_shares is None else tuple(head_shares)
-    options = DecodeOptions(ranks, softmax_scale, tuple(window_size), softcap, alibi_slopes, head_shares, schedule)
+    ranks = comm.Ranks.of(cp_group, q.device, config)
+    options = DecodeOptions(ranks, softmax_scale, window_size, softcap, alibi_slopes, head_shares, schedule)
     with ranks.call("tree_decode") as call, outside, torch.no_grad():
         # what tensors say of slots may be written to between calls; without them calls that are alike stay alike
         alike = cache_seqlens is q_positions is cache_positions is block_table is selected is alibi_slopes is None
@@ -176,7 +176,7 @@ class DecodeStep:
 
 def _key(q: Tensor, cache: KVCache, options: DecodeOptions, sinks, projection) -> tuple[tuple, tuple]:
     """What a call's checks and plan depend on, and the tensors that it names by identity, to be kept with it."""
-    ranks, *numbers, slopes, head_shares, schedule = options
+    ranks, scale, window_size, softcap, slopes, head_shares, schedule = options
     k, v, k_scale, v_scale, selected = *cache[:4], cache.selected
     tensors = (*cache[5:10], ranks, slopes)
     key = (
@@ -189,7 +189,8 @@ def _key(q: Tensor, cache: KVCache, options: DecodeOptions, sinks, projection) -
         None if projection is None else _LIKE(projection),
         # each layer has its own, which may be of another length
         None if selected is None else (selected.shape[:2], selected.dtype, selected.device),
-        *(cache.head_dim_v, *numbers, head_shares, schedule),
+        *(cache.head_dim_v, scale, tuple(window_size), softcap, schedule),
+        None if head_shares is None else tuple(head_shares),
         *map(id, tensors),
     )
     return key, tensors

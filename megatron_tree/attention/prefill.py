@@ -105,107 +105,109 @@ def tree_prefill(
         check_sinks(sinks, q, None if head_shares is None else head_shares[ranks.rank])
         check_selected(selected, q, spec, None)
         chunk = PromptChunk(ranks.rank, check_runs(shares), check_segments(key_segments), size, head_shares)
-        given = dict(ranks=ranks, chunk=chunk, spec=spec, whole=whole, cache=cache, expand=expand)
-        given["selected"] = selected
-        prefill = _Prefill.checked(q, sinks, grid, **given)
-        prefill.agree(call, q, sinks)
-        out, lse = prefill.run(q)
+        chunk.check(q.shape[1], cache.k.shape[1], ranks.size)
+        grid = chunk.checked_grid(grid, ranks.size, num_heads_kv=cache.k.shape[2], expands=expand is not None)
+        like = (cache.k, cache.values) if expand is None else (q[:, :1], q[:, :1, :, :head_dim_v])
+        backend = kernels.choose(whole, *like, spec, config.backend, selects=selected is not None)
+        if not in_torch(ranks, backend):
+            check_tangents(q=q, k_cache=cache.k, v_cache=cache.v, sinks=sinks)
+        check_finite_cache(ranks, q, cache, sinks)
+        prefill = PrefillCall(
+            batch=q.shape[0],
+            num_heads=whole.shape[2],
+            num_heads_kv=cache.k.shape[2],
+            head_dim=q.shape[3],
+            head_dim_v=like[1].shape[3],
+            latent=cache.v is None,
+            expanded=expand is not None,
+            dtype=q.dtype,
+            spec=spec,
+            sinks=sinks is not None,
+            selected=None if selected is None else selected.shape[2],
+            head_shares=head_shares,
+            gathers_heads=not has_all_heads(q, head_shares),
+            shares=str(chunk.shares),
+            attention_chunk_size=size,
+            grid=grid,
+            num_keys=chunk.num_keys if grid[1] > 1 else None,
+            config=config,
+            topology=ranks.fingerprint,
+        )
+        call.agree(**vars(prefill))
+        out, lse = prefill.run(q, cache, ranks, chunk, backend, expand, selected)
         if sinks is not None:
             out, lse = merge_sinks(out, lse, sinks)
     return out.to(q.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Prefill:
-    """A checked call."""
+class PrefillCall:
+    """What the ranks of a prefill agree on, and what its plan is made of."""
 
-    ranks: comm.Ranks
-    chunk: PromptChunk
-    spec: AttnSpec
-    grid: tuple[int, int]
-    backend: kernels.Backend
-    whole: Tensor
-    """A stand-in for q with the heads of all ranks."""
-    cache: KVCache
+    batch: int
+    num_heads: int
+    """Of all ranks."""
+    num_heads_kv: int
+    head_dim: int
     head_dim_v: int
-    expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None
-    selected: Tensor | None
+    latent: bool
+    """Whether values are the beginnings of keys, or made of them."""
+    expanded: bool
+    dtype: torch.dtype
+    spec: AttnSpec
+    sinks: bool
+    selected: int | None
+    """Keys of each query, if it does not see all within the mask."""
+    head_shares: tuple[int, ...] | None
     gathers_heads: bool
+    shares: str
+    attention_chunk_size: int | None
+    grid: tuple[int, int]
+    num_keys: tuple[int, ...] | None
+    """Of every rank, where keys are gathered."""
+    config: TreeConfig
+    topology: str
+    """`Ranks.fingerprint`."""
 
-    @classmethod
-    def checked(cls, q: Tensor, sinks: Tensor | None, grid: tuple[int, int] | None, **given) -> _Prefill:
-        """Check what depends on several arguments. given: the fields that follow from one."""
-        ranks, chunk, cache, expand = (given[name] for name in ("ranks", "chunk", "cache", "expand"))
-        world = ranks.size
-        chunk.check(q.shape[1], cache.k.shape[1], world)
-        grid = chunk.checked_grid(grid, world, num_heads_kv=cache.k.shape[2], expands=expand is not None)
-        like = (cache.k, cache.values) if expand is None else (q[:, :1], q[:, :1, :, : cache.head_dim_v])
-        selects = given["selected"] is not None
-        backend = kernels.choose(given["whole"], *like, given["spec"], ranks.config.backend, selects=selects)
-        if not in_torch(ranks, backend):
-            check_tangents(q=q, k_cache=cache.k, v_cache=cache.v, sinks=sinks)
-        check_finite_cache(ranks, q, cache, sinks)
-        gathers_heads = not has_all_heads(q, chunk.head_shares)
-        return cls(grid=grid, backend=backend, head_dim_v=like[1].shape[3], gathers_heads=gathers_heads, **given)
-
-    @property
-    def num_keys(self) -> tuple[int, ...] | None:
-        """Of every rank, where keys are gathered."""
-        return self.chunk.num_keys if self.grid[1] > 1 else None
-
-    def agree(self, call: comm.CollectiveCall, q: Tensor, sinks: Tensor | None) -> None:
-        call.agree(
-            batch=q.shape[0],
-            num_heads=self.whole.shape[2],
-            num_heads_kv=self.cache.k.shape[2],
-            head_dim=q.shape[3],
-            head_dim_v=self.head_dim_v,
-            latent=self.cache.v is None,
-            expanded=self.expand is not None,
-            dtype=q.dtype,
-            spec=self.spec,
-            sinks=sinks is not None,
-            selected=None if self.selected is None else self.selected.shape[2],
-            head_shares=self.chunk.head_shares,
-            gathers_heads=self.gathers_heads,
-            shares=str(self.chunk.shares),
-            attention_chunk_size=self.chunk.attention_chunk_size,
-            grid=self.grid,
-            num_keys=self.num_keys,
-            config=self.ranks.config,
-            topology=self.ranks.fingerprint,
-        )
-
-    def run(self, q: Tensor) -> State:
+    def run(
+        self,
+        q: Tensor,
+        cache: KVCache,
+        ranks: comm.Ranks,
+        chunk: PromptChunk,
+        backend: kernels.Backend,
+        expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None,
+        selected: Tensor | None,
+    ) -> State:
         """The state of this rank's queries over the whole cache, without sinks."""
-        (query_team, key_team, n), (k, v) = self._planned(q), self.cache[:2]
-        queries, spec = self.chunk.queries(query_team, self.spec)
-        cell = dict(queries=queries, keys=self.chunk.keys(key_team), backend=self.backend)
-        cell["wire"] = wire_dtype(q.dtype, self.ranks.config)
-        cell["selected"] = None if self.selected is None else SelectedKeys(self.selected, queries)
+        (query_team, key_team, n), (k, v) = self._planned(cache, ranks, chunk), cache[:2]
+        queries, spec = chunk.queries(query_team, self.spec)
+        cell = dict(queries=queries, keys=chunk.keys(key_team), backend=backend)
+        cell["wire"] = wire_dtype(self.dtype, self.config)
+        cell["selected"] = None if selected is None else SelectedKeys(selected, queries)
         if v is None:  # latents travel once
-            cell, kv = LatentCell(**cell, expand=self.expand, head_dim_v=self.head_dim_v), (k,)
+            cell, kv = LatentCell(**cell, expand=expand, head_dim_v=self.head_dim_v), (k,)
         else:
             cell, kv = Cell(**cell), (k, v)
         chunks = [HeadChunk.all(spec)] if n == 1 else head_chunks(q.shape[2], k.shape[2], n, spec)
-        chunks = [CellForward(cell, chunk, q, kv) for chunk in chunks]
+        chunks = [CellForward(cell, head_chunk, q, kv) for head_chunk in chunks]
         run_stages(chunks)
-        return join_heads([chunk.state for chunk in chunks])
+        return join_heads([head_chunk.state for head_chunk in chunks])
 
-    def _planned(self, q: Tensor) -> tuple[comm.Team, comm.Team, int]:
-        k, v, num_keys = self.cache.k, self.cache.v, self.num_keys
+    def _planned(self, cache: KVCache, ranks: comm.Ranks, chunk: PromptChunk) -> tuple[comm.Team, comm.Team, int]:
+        k, v = cache[:2]
         sizes = chunk_sizes(
-            self.ranks.size,
-            sum(self.chunk.num_queries),
-            sum(num_keys) if num_keys else self.chunk.end,
-            num_heads=self.whole.shape[2],
-            head_dims=(q.shape[3], self.head_dim_v),
+            ranks.size,
+            sum(chunk.num_queries),
+            sum(self.num_keys) if self.num_keys else chunk.end,
+            num_heads=self.num_heads,
+            head_dims=(self.head_dim, self.head_dim_v),
             key_numbers=k.shape[2] * (k.shape[3] + (0 if v is None else v.shape[3])),
-            bytes_per_word=q.element_size(),
-            sends_queries=self.chunk.head_shares is None or self.gathers_heads,
+            bytes_per_word=self.dtype.itemsize,
+            sends_queries=self.head_shares is None or self.gathers_heads,
         )
-        divided = v is not None and self.chunk.head_shares is None
-        return place_on_grid(self.grid, sizes, k.shape[2] if divided else 1, self.ranks)
+        divided = v is not None and self.head_shares is None
+        return place_on_grid(self.grid, sizes, k.shape[2] if divided else 1, ranks)
 
 
 EXPANDED = 4096  # latents whose keys and values exist at a time
