@@ -43,7 +43,7 @@ LAYERS = (
 FRAMEWORKS = {"megatron", "deepspeed", "transformers"}
 MAY_IMPORT_FRAMEWORKS = {"generation", "integrations", "training", "serving", "convert", "bench"}
 MAY_COMMUNICATE = {"comm", "integrations", "training", "serving", "convert", "emulate", "bench", "calibrate"}
-HOSTS_IN_LINKS = {"arxiv.org", "www.apache.org", "semver.org"}
+HOSTS_IN_LINKS = {"arxiv.org", "www.apache.org", "semver.org", "www.w3.org"}
 
 
 def _layer(part):

@@ -52,7 +52,7 @@ for words in (plan, doctor, *([name, "--help"] for name in COMMANDS)):
 
 
 def test_the_wheel_runs_readmes_example_and_every_command(tmp_path):
-    """The README's Python block, as it stands there, prints what it says there."""
+    """The README's first program, as it stands there, prints what it says there."""
     sources, site, place = tmp_path / "sources", tmp_path / "site", tmp_path / "place"
     sources.mkdir()
     place.mkdir()
@@ -63,7 +63,7 @@ def test_the_wheel_runs_readmes_example_and_every_command(tmp_path):
     (wheel,) = sources.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(site)
     readme = (REPO / "README.md").read_text()
-    (block,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    (block,) = re.findall(r"```python\n(# example.py.*?)```", readme, flags=re.DOTALL)
     (promised,) = re.findall("`(rank 0: out .*)`", readme)
     (place / "example.py").write_text(block)
     with socket.create_server(("127.0.0.1", 0)) as listener:
