@@ -30,9 +30,9 @@ from ...compiled import NotCompiled, compiled
 from ...errors import CommError
 from ...kernels import merge_packed
 from ...log import say_once
-from ..health.agreement import gather
-from ..health.watchdog import Watchdog
+from ..agreement import gather
 from ..traffic import note, recorders
+from ..watchdog import Watchdog
 
 if TYPE_CHECKING:
     from ..ranks import Ranks

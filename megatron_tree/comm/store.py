@@ -22,8 +22,8 @@ from concurrent.futures import Future
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ...errors import CommError
-from ..group import GroupState
+from ..errors import CommError
+from .group import GroupState, watchdogs
 
 POLL_S = 0.1  # between two polls of the watchdogs of ranks that wait, ...
 POLLS_PER_S = 1000  # ... which all ranks of a large job together make less often: one process answers them
@@ -35,53 +35,33 @@ NO_THREAD = (
     "of its own"
 )
 
-Request = Callable[[object], Generator[None, None, object]]
-
-
-class _NoAnswer(Exception):
-    """The store does not answer."""
+Request = Callable[[dist.Store], Generator[None, None, object]]
 
 
 class StoreClient:
     """The store of one default group as this process sees it; `StoreClient.here()` finds it."""
 
     def __init__(self, group):
-        self.pid = os.getpid()
-        self._group = weakref.ref(group)
-        self._shared_store = distributed_c10d._get_default_store()
+        self._group, self._shared = weakref.ref(group), distributed_c10d._get_default_store()
         self._inbox: queue.Queue = queue.Queue()  # CPython's SimpleQueue may wait forever if a time-out is short
         self._open: list[tuple[Generator, Future]] = []
-        self._watchdogs: list[weakref.ref] = []
-        self._error: Exception | None = None
         self._asked_at = math.inf
-        self.ends = False
-        """Whether the interpreter ends."""
+        self._error = NO_THREAD
         self.poll_s = max(POLL_S, GroupState.of(group).size / POLLS_PER_S)
         self.waiting_since = math.inf
         """When the main thread began to wait for an answer, see `time.monotonic`; inf: it does not."""
+        self._ends = threading.Event()
         self._thread = threading.Thread(target=self._work, name="megatron_tree store client", daemon=True)
         self._thread.start()
-        atexit.register(_end, weakref.ref(self))
+        atexit.register(_end, self._ends, self._thread)
 
     @classmethod
     def here(cls) -> StoreClient:
         """The client of the current default group, made at its first use."""
         state = GroupState.of(dist.group.WORLD)
-        if state.store is None or state.store.pid != os.getpid():  # a forked process has no threads of its parent's
+        if state.store is None:
             state.store = cls(dist.group.WORLD)
         return state.store
-
-    def add_watchdog(self, watchdog) -> None:
-        """Run the request `watchdog.poll` every `poll_s` seconds while `watchdog.waiting_on` is not None.
-
-        It runs in the client's thread, as long as something else holds a reference to the watchdog.
-        """
-        self._watchdogs = [known for known in self._watchdogs if known() is not None] + [weakref.ref(watchdog)]
-
-    @property
-    def watchdogs(self) -> list:
-        """Those that are still in use."""
-        return [watchdog for known in self._watchdogs if (watchdog := known()) is not None]
 
     def run(self, request: Request, at_least_s: float = 0.0):
         """What the generator `request(store)` returns, however long it takes; it keeps its own time limit.
@@ -90,48 +70,42 @@ class StoreClient:
         """
         return self.wait(self.submit(request), at_least_s)
 
-    def wait(self, answer: Future, at_least_s: float = 0.0):
-        """The answer to a request that `submit` has started; as `run`."""
-        self.waiting_since = time.monotonic()
-        end = self.waiting_since + at_least_s
-        try:
-            while not answer.done():
-                concurrent.futures.wait([answer], timeout=POLL_S)
-                if answer.done():
-                    break
-                if self._error is not None:
-                    raise self._error
-                if not self._thread.is_alive():
-                    raise CommError(NO_THREAD)
-                now = time.monotonic()
-                if now > end and now - self._asked_at > SILENCE_S:
-                    raise _NoAnswer("no answer")
-            return answer.result()
-        except (_NoAnswer, dist.DistError) as error:
-            self._error = error
-            raise CommError(_unreachable(error)) from error
-        finally:
-            self.waiting_since = math.inf
-
     def submit(self, request: Request) -> Future:
         """Start a request; its answer may be waited for, but not by another request."""
         answer: Future = Future()
         self._inbox.put((request, answer))
         return answer
 
+    def wait(self, answer: Future, at_least_s: float = 0.0):
+        """The answer to a request that `submit` has started; as `run`."""
+        began = self.waiting_since = time.monotonic()
+        try:
+            while not concurrent.futures.wait([answer], POLL_S).done:
+                now = time.monotonic()
+                if now > began + at_least_s and now - self._asked_at > SILENCE_S:
+                    self._error = _unreachable("no answer")
+                    self._ends.set()
+                if (self._ends.is_set() or not self._thread.is_alive()) and not answer.done():
+                    raise CommError(self._error)
+            return answer.result()
+        except dist.DistError as error:
+            raise CommError(_unreachable(error)) from error
+        finally:
+            self.waiting_since = math.inf
+
     def _work(self) -> None:
         try:
             self._serve()
-            self._error = self._error or dist.DistStoreError("the process group is gone")
+            self._error = "the process group is gone"
         except dist.DistError as error:
-            self._error = error
+            self._error = _unreachable(error)
 
     def _serve(self) -> None:
         self._asked_at = time.monotonic()
-        self._store = self._shared_store.clone()  # asks the store, without a time limit where its process is stopped
+        self._store = self._shared.clone()  # asks the store, without a time limit where its process is stopped
         self._asked_at = math.inf
         pause, polled = POLL_S / 2, time.monotonic()
-        while self._group() is not None and self._error is None and not self.ends:
+        while self._group() is not None and not self._ends.is_set():
             with contextlib.suppress(queue.Empty):
                 request, answer = self._inbox.get(timeout=pause)
                 self._open.append((request(self._store), answer))
@@ -139,35 +113,43 @@ class StoreClient:
                 pause = MIN_PAUSE_S
             if time.monotonic() - polled >= self.poll_s:
                 polled = time.monotonic()
-                waiting = [watchdog for watchdog in self.watchdogs if watchdog.waiting_on is not None]
-                self._open += [(watchdog.poll(self._store), Future()) for watchdog in waiting]
-                del waiting
-            self._advance()
+                self._open += [(x.poll(self._store), Future()) for x in watchdogs() if x.waiting_on is not None]
+            self._open = [entry for entry in self._open if self._goes_on(*entry)]
             pause = min(2 * pause, MAX_PAUSE_S) if self._open else POLL_S / 2
 
-    def _advance(self) -> None:
-        """One step of every open request."""
-        for entry in list(self._open):
-            steps, answer = entry
-            self._asked_at = time.monotonic()
-            try:
-                next(steps)
-                continue
-            except StopIteration as stop:
-                answer.set_result(stop.value)
-            except Exception as error:  # the caller's, if it waits
-                answer.set_exception(error)
-                self._error = error if isinstance(error, dist.DistError) else self._error
-            finally:
-                self._asked_at = math.inf
-            self._open.remove(entry)
+    def _goes_on(self, steps: Generator, answer: Future) -> bool:
+        """One step of a request. Returns whether there are more."""
+        self._asked_at = time.monotonic()
+        try:
+            next(steps)
+            return True
+        except StopIteration as stop:
+            answer.set_result(stop.value)
+        except Exception as error:  # the caller's, if it waits
+            answer.set_exception(error)
+            if isinstance(error, dist.DistError):
+                raise
+        finally:
+            self._asked_at = math.inf
+        return False
 
 
-def _end(known: weakref.ref) -> None:
-    """At the end of the interpreter: a thread that comes back from torch after it aborts the process."""
-    if (client := known()) is not None:
-        client.ends = True
-        client._thread.join(SILENCE_S)
+def _end(ends: threading.Event, thread: threading.Thread) -> None:
+    """At the end of the interpreter: a thread that comes back from torch after it aborts the process. So does one of
+    gloo's, which drop finished work late."""
+    ends.set()
+    thread.join(SILENCE_S)
+    time.sleep(0.1)
+
+
+def once(function: Callable[[dist.Store], object]) -> Request:
+    """The request that calls a function of the store, which does not wait."""
+
+    def request(store):
+        yield
+        return function(store)
+
+    return request
 
 
 def set_first(store, key: str, value: str) -> str:
@@ -175,7 +157,7 @@ def set_first(store, key: str, value: str) -> str:
     return store.compare_set(key, "", value).decode()
 
 
-def _unreachable(error: Exception) -> str:
+def _unreachable(error: object) -> str:
     reason = str(error).splitlines()[0]
     host = "rank 0, whose process hosts it,"
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

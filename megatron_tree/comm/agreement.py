@@ -1,23 +1,32 @@
-"""Collective calls: every rank checks its arguments, the ranks compare them, then the call runs."""
+"""Calls that all ranks of a group make together: each checks its arguments, the ranks compare them, the call runs.
+
+Each rank writes what it is about to do into the job's store (store.py), once for every different call, before any
+payload moves: disagreement is an error, not a hang. That takes no collective: it has a time limit of its own on every
+backend, can name the ranks that are missing, and leaves the group usable. A rank that has made the same call before
+continues without a comparison. If another rank asks for one, or this rank waits for it in vain, its watchdog answers.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import sys
+import time
 import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 
 from ..errors import CommError
-from .call_record import Call, Step
+from .call_record import Call
 from .group import IN_PART, GroupState, wait_limit
-from .health.agreement import Signature, compare, digest_of, log_call
-from .health.reports import Report
-from .health.watchdog import MEANWHILE, Watchdog, region
+from .store import set_first
 from .transforms import check_transforms
+from .watchdog import DIFFERENT_CALLS, MEANWHILE, Report, Watchdog, region
 
 if TYPE_CHECKING:
     from .ranks import Ranks
@@ -25,10 +34,11 @@ if TYPE_CHECKING:
 # how torch's activation checkpointing leaves a forward that it recomputes, once all that it needs is there: no failure
 _EARLY_STOP = torch.utils.checkpoint._StopRecomputationError
 
-_digest_of_name = functools.cache(lambda name: digest_of(name, {}))
-
 UNSTAMPED = {"nccl"}  # backends whose messages carry nothing of the call
-MAX_AGREED = 4096  # signatures that a group remembers
+MAX_AGREED = 4096  # kinds of calls that a group remembers
+ASK_AFTER_S = 0.3  # of waiting, after which ranks are asked that went on without a comparison
+SHOWN = 300  # characters of a value
+LOGGED = 32  # calls that are compared at once where messages carry no stamp
 
 
 def call_stamp(group) -> int:
@@ -121,34 +131,33 @@ class CollectiveCall:
         its forward; ranks for which it is another one get no messages from each other."""
         if not self._alone:
             digest = zlib.crc32(after.to_bytes(8, "little"), _digest_of_name(self._name))
-            self._begin(Agreement({"belongs to call": after >> 32}, digest), compares=False, settles=True)
+            self._begin(Agreement({"belongs to call": after >> 32}, digest), settles=True)
 
     def repeat(self, agreement: Agreement) -> None:
         """`agree` on what an earlier call has agreed on: without a comparison, unless another rank asks for one."""
         if not self._alone:
-            self._begin(agreement, compares=False)
+            self._begin(agreement)
 
-    def _begin(self, agreement: Agreement, *, compares: bool, meanwhile: bool = False, settles: bool = False) -> None:
+    def _begin(self, agreement: Agreement, *, compares=False, meanwhile=False, settles=False) -> None:
         check_transforms(self._name, differentiable=self._differentiable)
         limit_s, calls, checked = self._ranks.timeout_s, self._state.calls, self._ranks.config.check != "never"
         watchdog = self._state.watchdog or Watchdog.of(self._ranks.group, wait_limit(limit_s))
         call = self._call = calls.begin(self._name, agreement.digest, meets=checked)
         watchdog.settle(limit_s, at_most=0 if settles else MEANWHILE)
-        request = functools.partial(_compare, watchdog, self._name, agreement.values, calls.step, limit_s, call.number)
+        request = functools.partial(compare, watchdog, call, agreement.values, calls.step[0], limit_s)
         if calls.doubts:
             compares, meanwhile, calls.doubts = True, False, False
         if compares and meanwhile:
             watchdog.compare_meanwhile(call, request)
         elif compares:
-            outcome = watchdog.store.run(request, wait_limit(limit_s))
-            if outcome is not None:
+            if (outcome := watchdog.store.run(request, wait_limit(limit_s))) is not None:
                 calls.doubt()
                 raise watchdog.fail(outcome) if isinstance(outcome, Report) else outcome
         else:
             call.compare = request
         calls.join(call)
-        if not UNSTAMPED.isdisjoint(self._state.backends.values()) and checked:
-            log_call(watchdog, call)
+        if checked and not UNSTAMPED.isdisjoint(self._state.backends.values()):
+            _log_call(watchdog, call)
         self._runs = True
 
     def _failed(self, error: BaseException) -> None:
@@ -162,9 +171,157 @@ class CollectiveCall:
                 watchdog.fail(Report(f"{type(error).__name__}: {error},{watchdog.where()}", cause="error"))
 
 
-def _compare(watchdog: Watchdog, name: str, values: dict, step: Step | None, limit_s: float, number: int, store):
-    of_step = {} if step is None else {f"step.{name}": value for name, value in step.values.items()}
-    return compare(watchdog, Signature(name, values | of_step, wait_limit(limit_s)), number, store)
+# comparisons
+
+
+def digest_of(name: str, values: dict) -> int:
+    """32 bits of what must be equal in a call, the same in every process."""
+    return zlib.crc32("\n".join([name, *_lines(values)]).encode())
+
+
+_digest_of_name = functools.cache(lambda name: digest_of(name, {}))
+
+
+def compare(watchdog: Watchdog, call: Call, values: dict, step: dict, limit_s: float, store):
+    """A request: compare a call with the other ranks'. The first rank to come writes down its values, the others
+    whether theirs are the same, or how they differ.
+
+    Returns: None where all agree; the ``ValueError`` to raise; or a `Report` of what prevents a comparison.
+    """
+    package = sys.modules[__package__.partition(".")[0]]
+    versions = {"megatron_tree": package.__version__, "torch": torch.__version__}
+    text = "\n".join([f"function={call.name}", *_lines(versions | values), *_lines(step, "step.")])
+    key, rank = watchdog.key("call", call.number), watchdog.ranks[watchdog.rank]
+    first, theirs = set_first(store, f"{key}/first", f"{rank}\n{text}").split("\n", 1)
+    if theirs != text:
+        watchdog.write_rejection(store, call, _difference(int(first), theirs, rank, text))
+    did = f"call {call.name}"
+    outcome = yield from _all_come(watchdog, store, key, did, limit_s, agrees=theirs == text, call=call)
+    if outcome is None and store.add(f"{key}/read", 1) == watchdog.world:
+        watchdog.store.submit(lambda store: _clear(watchdog, key, call, store))
+    return outcome
+
+
+def _all_come(watchdog: Watchdog, store, key: str, did: str, limit_s: float, *, value="", agrees=True, call=None):
+    """A request: write down this rank's value below key, and wait until all ranks have.
+
+    did: what they do, for messages. call: that they compare; agrees: whether this rank does.
+
+    Returns: None; or another rank's rejection; or a `Report` of what prevents it.
+    """
+    store.set(f"{key}/{watchdog.rank}", value)
+    if agrees:
+        store.add(f"{key}/count", 1)
+    began, seen, limit_s, asks = time.monotonic(), 0, wait_limit(limit_s), call is not None
+    while store.add(f"{key}/count", 0) < watchdog.world:
+        waited_s = time.monotonic() - began
+        if (updates := watchdog.num_updates(store)) != seen:
+            seen, outcome = updates, watchdog.find_rejection(store, *([call.number] if call else ()))
+            if outcome is None and watchdog.has_failed(store):
+                outcome = Report(f"rank {watchdog.ranks[watchdog.rank]} waited for the others to {did}")
+            # unless a rank has gone on since, and failed in what comes next
+            if outcome is not None and store.add(f"{key}/count", 0) < watchdog.world:
+                return outcome
+        if asks and waited_s > ASK_AFTER_S:
+            asks = False
+            watchdog.write_question(store, call)
+        if waited_s > limit_s:
+            missing = [r for r in range(watchdog.world) if not store.check([f"{key}/{r}"])]
+            names = [watchdog.ranks[r] for r in missing]
+            return Report(f"ranks {names} did not {did} within {limit_s:g} s", missing, limit_s=limit_s)
+        yield
+    return None
+
+
+def _clear(watchdog: Watchdog, key: str, call: Call, store):
+    for name in ("first", "count", "read", *range(watchdog.world)):
+        store.delete_key(f"{key}/{name}")
+    store.delete_key(watchdog.key("asked", call.number))
+    yield
+
+
+def _difference(first: int, theirs: str, rank: int, text: str) -> str:
+    lines, others = (dict(line.split("=", 1) for line in x.splitlines()) for x in (text, theirs))
+    names = [name for name in {**others, **lines} if others.get(name) != lines.get(name)]
+    if "function" in names:
+        names = ["function"]
+    shown = sorted([(first, _shown(names, others, lines)), (rank, _shown(names, lines, others))])
+    both = "; ".join(f"rank {r} has {text}" for r, text in shown)
+    return f"ranks of cp_group call this with different arguments: {both}"
+
+
+def _shown(names: list[str], values: dict, others: dict) -> str:
+    texts = []
+    for name in names:
+        value, other = values.get(name, "nothing"), others.get(name, "nothing")
+        if len(value) > SHOWN:  # packed documents: where they begin to differ
+            at = next((i for i, (x, y) in enumerate(zip(value, other)) if x != y), min(len(value), len(other)))
+            value = f"...{value[max(0, at - SHOWN // 2) : at + SHOWN // 2]}..."
+        texts.append(f"{name}={value}")
+    return ", ".join(texts)
+
+
+def _lines(values: dict, prefix: str = ""):
+    """One line for each value, and for each field of a dataclass; those of a spec are arguments of the function."""
+    for name, value in values.items():
+        if dataclasses.is_dataclass(value):
+            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            yield from _lines(fields, prefix="" if name == "spec" else f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}={value!r}"
+
+
+def _log_call(watchdog: Watchdog, call: Call) -> None:
+    """For collectives that carry no stamp: compare the calls afterwards, many at once.
+
+    Ranks that differ raise a ``ValueError`` in one of the next calls. So do those that did not wait in a call that
+    another rank rejected.
+    """
+    calls = watchdog.calls
+    calls.log.append(f"{calls.stamp & 0xFFFFFFFF:08x} {call.name}")
+    if len(calls.log) == LOGGED:
+        watchdog.compare_meanwhile(call, functools.partial(_compare_logs, watchdog, call.number, calls.log))
+        calls.log = []
+
+
+def _compare_logs(watchdog: Watchdog, last: int, log: list[str], store):
+    """A request: compare the digests and names of the calls up to number `last` with those of the first rank.
+
+    Returns: as `compare`.
+    """
+    yield
+    rank, numbers = watchdog.ranks[watchdog.rank], range(last - LOGGED + 1, last + 1)
+    other, *theirs = set_first(store, watchdog.key("log", last), "\n".join([str(rank), *log])).split("\n")
+    if last > 2 * LOGGED:
+        store.delete_key(watchdog.key("log", last - 2 * LOGGED))
+    for number, calls in zip(numbers, zip(theirs, log)):
+        if calls[0] != calls[1]:
+            names = [call.split(" ", 1)[1] for call in calls]
+            both = " and ".join(f"{name} on rank {r}" for r, name in sorted(zip((int(other), rank), names)))
+            return ValueError(f"{DIFFERENT_CALLS}: call {number} is {both}")
+    if watchdog.has_failed(store):
+        return Report(f"rank {rank} compared its latest calls")
+    return watchdog.find_rejection(store, *numbers)
+
+
+def gather(watchdog: Watchdog, name: str, value: str, timeout_s: float) -> list[str]:
+    """Every rank's value, through the store, by group rank; once for each name. Collective.
+
+    Raises: `CommError` naming the ranks that did not come within timeout_s.
+    """
+    key = watchdog.key(name)
+
+    def request(store):
+        outcome = yield from _all_come(watchdog, store, key, f"report their {name}", timeout_s, value=value)
+        return outcome or [store.get(f"{key}/{r}").decode() for r in range(watchdog.world)]
+
+    outcome = watchdog.store.run(request, wait_limit(timeout_s))
+    if isinstance(outcome, list):
+        return outcome
+    raise watchdog.fail(outcome)
+
+
+# steps, and errors ahead of a call
 
 
 @contextlib.contextmanager
@@ -194,7 +351,7 @@ def in_step(*groups, **values) -> Iterator[None]:
         for group in dict.fromkeys(groups):
             if (state := GroupState.of(group)).size > 1:
                 entered.append((group, state.calls, state.calls.step))
-                begin_step(group, **values)
+                state.calls.begin_step(values)
         yield
     except BaseException as error:
         if not isinstance(error, (_EARLY_STOP, GeneratorExit)):
@@ -203,15 +360,13 @@ def in_step(*groups, **values) -> Iterator[None]:
         raise
     finally:
         for _, calls, before in entered:
-            calls.begin_step(before)
+            calls.set_step(*before)
 
 
 def begin_step(group, **values) -> None:
     """From now on this rank's calls in a group are part of a step that these values, equal on all ranks, identify."""
-    state = GroupState.of(group)
-    if state.size > 1:
-        latest = state.calls.latest
-        state.calls.begin_step(Step.after(latest.number if latest else 0, values))
+    if (state := GroupState.of(group)).size > 1:
+        state.calls.begin_step(values)
 
 
 def _leave_by(group, error: BaseException) -> None:
