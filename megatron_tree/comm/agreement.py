@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import sys
 import time
 import zlib
@@ -18,15 +19,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.utils.checkpoint
 
 from ..errors import CommError
 from .call_record import Call
-from .group import IN_PART, GroupState, wait_limit
+from .group import IN_PART, GroupState, region, wait_limit
 from .store import set_first
 from .transforms import check_transforms
-from .watchdog import DIFFERENT_CALLS, MEANWHILE, Report, Watchdog, region
+from .watchdog import DIFFERENT_CALLS, MEANWHILE, Report, Watchdog
 
 if TYPE_CHECKING:
     from .ranks import Ranks
@@ -75,19 +75,19 @@ class CollectiveCall:
         self._state = ranks.state
         self._alone = self._state.size == 1 or IN_PART.get()
         self._call: Call | None = None
-        self._runs = False
 
     def __enter__(self) -> CollectiveCall:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        if not self._alone and error is not None and not isinstance(error, (CommError, _EARLY_STOP)):
-            if self._runs:
-                self._failed(error)
-            elif self._call is None and isinstance(error, Exception):  # else it comes from `agree`, and all ranks know
+        call = self._call
+        if error is not None and not self._alone and not isinstance(error, (CommError, _EARLY_STOP)):
+            if call is None and isinstance(error, Exception):
                 _refuse(self._ranks.group, self._name, error)
-        if self._call is not None:
-            self._state.calls.leave(self._call)
+            elif call is not None and call.runs:  # else it comes from `agree`, and all ranks know
+                self._failed(error)
+        if call is not None:
+            self._state.calls.leave(call)
             if error is None and not torch.is_grad_enabled():  # no backward will follow, which would ask
                 self._state.watchdog.settle(self._ranks.timeout_s)
 
@@ -113,12 +113,15 @@ class CollectiveCall:
         check, agreed, batch = self._ranks.config.check, self._state.agreed, of_batch or {}
         kind = (self._name, check, *values.values())
         key = (*kind, *batch.values())
-        compares = check != "never" and (check != "first" or key not in agreed)
-        meanwhile = check == "first" and kind in agreed
+        how = "now"
+        if check == "never" or (check == "first" and key in agreed):
+            how = "if asked"
+        elif check == "first" and kind in agreed:
+            how = "meanwhile"
         if (digest := agreed.get(key)) is None:
             digest = digest_of(self._name, {**values, **batch})
         agreement = Agreement({**values, **batch, **(changing or {})}, digest)
-        self._begin(agreement, compares=compares, meanwhile=meanwhile)
+        self._begin(agreement, how)
         for x in (kind, key):
             agreed.pop(x, None)
             agreed[x] = digest  # the newest
@@ -131,44 +134,42 @@ class CollectiveCall:
         its forward; ranks for which it is another one get no messages from each other."""
         if not self._alone:
             digest = zlib.crc32(after.to_bytes(8, "little"), _digest_of_name(self._name))
-            self._begin(Agreement({"belongs to call": after >> 32}, digest), settles=True)
+            self._begin(Agreement({"belongs to call": after >> 32}, digest), pending=0)
 
     def repeat(self, agreement: Agreement) -> None:
         """`agree` on what an earlier call has agreed on: without a comparison, unless another rank asks for one."""
         if not self._alone:
             self._begin(agreement)
 
-    def _begin(self, agreement: Agreement, *, compares=False, meanwhile=False, settles=False) -> None:
+    def _begin(self, agreement: Agreement, how: str = "if asked", *, pending: int = MEANWHILE) -> None:
+        """how: the ranks compare "now", "meanwhile" or "if asked". pending: calls that may still be compared before."""
         check_transforms(self._name, differentiable=self._differentiable)
         limit_s, calls, checked = self._ranks.timeout_s, self._state.calls, self._ranks.config.check != "never"
         watchdog = self._state.watchdog or Watchdog.of(self._ranks.group, wait_limit(limit_s))
         call = self._call = calls.begin(self._name, agreement.digest, meets=checked)
-        watchdog.settle(limit_s, at_most=0 if settles else MEANWHILE)
-        request = functools.partial(compare, watchdog, call, agreement.values, calls.step[0], limit_s)
+        watchdog.settle(limit_s, at_most=pending)
+        request = functools.partial(compare, watchdog, agreement.values, calls.step[0], limit_s)
         if calls.doubts:
-            compares, meanwhile, calls.doubts = True, False, False
-        if compares and meanwhile:
-            watchdog.compare_meanwhile(call, request)
-        elif compares:
-            if (outcome := watchdog.store.run(request, wait_limit(limit_s))) is not None:
+            how, calls.doubts = "now", False
+        if how == "if asked":
+            call.compare = request
+        elif how == "now":
+            outcome = watchdog.store.run(functools.partial(request, call), wait_limit(limit_s))
+            if outcome is not None:
                 calls.doubt()
                 raise watchdog.fail(outcome) if isinstance(outcome, Report) else outcome
-        else:
-            call.compare = request
-        calls.join(call)
+        call.runs = True
+        if how == "meanwhile":
+            watchdog.compare_meanwhile(call, request)
         if checked and not UNSTAMPED.isdisjoint(self._state.backends.values()):
             _log_call(watchdog, call)
-        self._runs = True
 
     def _failed(self, error: BaseException) -> None:
-        watchdog = self._ranks.watchdog
-        if watchdog.is_known(error):
-            return
-        if isinstance(error, ValueError):
-            watchdog.reject(self._call, f"rank {dist.get_rank()}{watchdog.where()}: {error}")
-        else:
-            with contextlib.suppress(CommError):
-                watchdog.fail(Report(f"{type(error).__name__}: {error},{watchdog.where()}", cause="error"))
+        watchdog, kind = self._ranks.watchdog, type(error).__name__
+        if isinstance(error, ValueError) and not watchdog.is_known(error):
+            watchdog.reject(self._call, f"{watchdog.me}{watchdog.where()}: {error}")
+        elif not isinstance(error, ValueError):
+            watchdog.fail(Report(f"{kind}: {error},{watchdog.where()}", cause="error"))
 
 
 # comparisons
@@ -176,13 +177,25 @@ class CollectiveCall:
 
 def digest_of(name: str, values: dict) -> int:
     """32 bits of what must be equal in a call, the same in every process."""
-    return zlib.crc32("\n".join([name, *_lines(values)]).encode())
+    return zlib.crc32(f"{name} {_texts(values)}".encode())
 
 
 _digest_of_name = functools.cache(lambda name: digest_of(name, {}))
 
 
-def compare(watchdog: Watchdog, call: Call, values: dict, step: dict, limit_s: float, store):
+def _texts(values: dict, prefix: str = "") -> dict[str, str]:
+    """Every value in words, and every field of a dataclass; those of a spec are arguments of the function."""
+    found = {}
+    for name, value in values.items():
+        if dataclasses.is_dataclass(value):
+            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            found |= _texts(fields, prefix="" if name == "spec" else f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = repr(value)
+    return found
+
+
+def compare(watchdog: Watchdog, values: dict, step: dict, limit_s: float, call: Call, store):
     """A request: compare a call with the other ranks'. The first rank to come writes down its values, the others
     whether theirs are the same, or how they differ.
 
@@ -190,41 +203,38 @@ def compare(watchdog: Watchdog, call: Call, values: dict, step: dict, limit_s: f
     """
     package = sys.modules[__package__.partition(".")[0]]
     versions = {"megatron_tree": package.__version__, "torch": torch.__version__}
-    text = "\n".join([f"function={call.name}", *_lines(versions | values), *_lines(step, "step.")])
+    mine = {"function": call.name} | _texts(versions | values) | _texts(step, "step.")
     key, rank = watchdog.key("call", call.number), watchdog.ranks[watchdog.rank]
-    first, theirs = set_first(store, f"{key}/first", f"{rank}\n{text}").split("\n", 1)
-    if theirs != text:
-        watchdog.write_rejection(store, call, _difference(int(first), theirs, rank, text))
-    did = f"call {call.name}"
-    outcome = yield from _all_come(watchdog, store, key, did, limit_s, agrees=theirs == text, call=call)
+    store.set(f"{key}/{watchdog.rank}", "")
+    first, theirs = json.loads(set_first(store, f"{key}/first", json.dumps((rank, mine))))
+    if theirs == mine:
+        store.add(f"{key}/count", 1)
+    else:
+        watchdog.write_rejection(store, call, _difference(first, theirs, rank, mine))
+    outcome = yield from _all_come(watchdog, store, key, f"call {call.name}", limit_s, call.number)
     if outcome is None and store.add(f"{key}/read", 1) == watchdog.world:
-        watchdog.store.submit(lambda store: _clear(watchdog, key, call, store))
+        names = "first", "count", "read", *range(watchdog.world)
+        watchdog.store.submit(lambda store: [store.delete_key(f"{key}/{name}") for name in names])
     return outcome
 
 
-def _all_come(watchdog: Watchdog, store, key: str, did: str, limit_s: float, *, value="", agrees=True, call=None):
-    """A request: write down this rank's value below key, and wait until all ranks have.
+def _all_come(watchdog: Watchdog, store, key: str, did: str, limit_s: float, *numbers: int):
+    """A request: wait until all ranks have counted themselves below key, where this one has written its number.
 
-    did: what they do, for messages. call: that they compare; agrees: whether this rank does.
-
-    Returns: None; or another rank's rejection; or a `Report` of what prevents it.
+    did: what they do, for messages. numbers: of calls whose rejection ends the wait, too.
+    Returns: None; or what prevents it, as `Watchdog.news`.
     """
-    store.set(f"{key}/{watchdog.rank}", value)
-    if agrees:
-        store.add(f"{key}/count", 1)
-    began, seen, limit_s, asks = time.monotonic(), 0, wait_limit(limit_s), call is not None
+    began, seen, limit_s, asks = time.monotonic(), 0, wait_limit(limit_s), True
     while store.add(f"{key}/count", 0) < watchdog.world:
         waited_s = time.monotonic() - began
-        if (updates := watchdog.num_updates(store)) != seen:
-            seen, outcome = updates, watchdog.find_rejection(store, *([call.number] if call else ()))
-            if outcome is None and watchdog.has_failed(store):
-                outcome = Report(f"rank {watchdog.ranks[watchdog.rank]} waited for the others to {did}")
+        if (updates := watchdog.updates(store)) != seen:
+            seen, news = updates, watchdog.news(store, *numbers)
             # unless a rank has gone on since, and failed in what comes next
-            if outcome is not None and store.add(f"{key}/count", 0) < watchdog.world:
-                return outcome
+            if news is not None and store.add(f"{key}/count", 0) < watchdog.world:
+                return news
         if asks and waited_s > ASK_AFTER_S:
             asks = False
-            watchdog.write_question(store, call)
+            watchdog.updates(store, 1)
         if waited_s > limit_s:
             missing = [r for r in range(watchdog.world) if not store.check([f"{key}/{r}"])]
             names = [watchdog.ranks[r] for r in missing]
@@ -233,42 +243,22 @@ def _all_come(watchdog: Watchdog, store, key: str, did: str, limit_s: float, *, 
     return None
 
 
-def _clear(watchdog: Watchdog, key: str, call: Call, store):
-    for name in ("first", "count", "read", *range(watchdog.world)):
-        store.delete_key(f"{key}/{name}")
-    store.delete_key(watchdog.key("asked", call.number))
-    yield
+def _difference(first: int, theirs: dict[str, str], rank: int, mine: dict[str, str]) -> str:
+    names = [name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name)]
+    shown = []
+    for r, values, others in sorted([(first, theirs, mine), (rank, mine, theirs)], key=lambda x: x[0]):
+        pairs = {name: (values.get(name, "nothing"), others.get(name, "nothing")) for name in names}
+        texts = [f"{name}={_excerpt(*pair)}" for name, pair in pairs.items()]
+        shown.append(f"rank {r} has {texts[0] if 'function' in names else ', '.join(texts)}")
+    return f"ranks of cp_group call this with different arguments: {'; '.join(shown)}"
 
 
-def _difference(first: int, theirs: str, rank: int, text: str) -> str:
-    lines, others = (dict(line.split("=", 1) for line in x.splitlines()) for x in (text, theirs))
-    names = [name for name in {**others, **lines} if others.get(name) != lines.get(name)]
-    if "function" in names:
-        names = ["function"]
-    shown = sorted([(first, _shown(names, others, lines)), (rank, _shown(names, lines, others))])
-    both = "; ".join(f"rank {r} has {text}" for r, text in shown)
-    return f"ranks of cp_group call this with different arguments: {both}"
-
-
-def _shown(names: list[str], values: dict, others: dict) -> str:
-    texts = []
-    for name in names:
-        value, other = values.get(name, "nothing"), others.get(name, "nothing")
-        if len(value) > SHOWN:  # packed documents: where they begin to differ
-            at = next((i for i, (x, y) in enumerate(zip(value, other)) if x != y), min(len(value), len(other)))
-            value = f"...{value[max(0, at - SHOWN // 2) : at + SHOWN // 2]}..."
-        texts.append(f"{name}={value}")
-    return ", ".join(texts)
-
-
-def _lines(values: dict, prefix: str = ""):
-    """One line for each value, and for each field of a dataclass; those of a spec are arguments of the function."""
-    for name, value in values.items():
-        if dataclasses.is_dataclass(value):
-            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-            yield from _lines(fields, prefix="" if name == "spec" else f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}={value!r}"
+def _excerpt(value: str, other: str) -> str:
+    """Of a long value, such as packed documents, what is around the place where it begins to differ from the other."""
+    if len(value) <= SHOWN:
+        return value
+    at = next((i for i, (x, y) in enumerate(zip(value, other)) if x != y), min(len(value), len(other)))
+    return f"...{value[max(0, at - SHOWN // 2) : at + SHOWN // 2]}..."
 
 
 def _log_call(watchdog: Watchdog, call: Call) -> None:
@@ -280,28 +270,22 @@ def _log_call(watchdog: Watchdog, call: Call) -> None:
     calls = watchdog.calls
     calls.log.append(f"{calls.stamp & 0xFFFFFFFF:08x} {call.name}")
     if len(calls.log) == LOGGED:
-        watchdog.compare_meanwhile(call, functools.partial(_compare_logs, watchdog, call.number, calls.log))
+        watchdog.compare_meanwhile(call, functools.partial(_compare_logs, watchdog, calls.log))
         calls.log = []
 
 
-def _compare_logs(watchdog: Watchdog, last: int, log: list[str], store):
-    """A request: compare the digests and names of the calls up to number `last` with those of the first rank.
-
-    Returns: as `compare`.
-    """
+def _compare_logs(watchdog: Watchdog, log: list[str], call: Call, store):
+    """A request: compare the digests and names of the calls up to this one with those of the first rank."""
     yield
-    rank, numbers = watchdog.ranks[watchdog.rank], range(last - LOGGED + 1, last + 1)
+    rank, last, first = watchdog.ranks[watchdog.rank], call.number, call.number - LOGGED + 1
     other, *theirs = set_first(store, watchdog.key("log", last), "\n".join([str(rank), *log])).split("\n")
-    if last > 2 * LOGGED:
-        store.delete_key(watchdog.key("log", last - 2 * LOGGED))
-    for number, calls in zip(numbers, zip(theirs, log)):
+    store.delete_key(watchdog.key("log", last - 2 * LOGGED))
+    for number, calls in enumerate(zip(theirs, log), first):
         if calls[0] != calls[1]:
-            names = [call.split(" ", 1)[1] for call in calls]
-            both = " and ".join(f"{name} on rank {r}" for r, name in sorted(zip((int(other), rank), names)))
+            names = sorted((int(r), call.split(" ", 1)[1]) for r, call in zip((other, rank), calls))
+            both = " and ".join(f"{name} on rank {r}" for r, name in names)
             return ValueError(f"{DIFFERENT_CALLS}: call {number} is {both}")
-    if watchdog.has_failed(store):
-        return Report(f"rank {rank} compared its latest calls")
-    return watchdog.find_rejection(store, *numbers)
+    return watchdog.news(store, *range(first, last + 1))
 
 
 def gather(watchdog: Watchdog, name: str, value: str, timeout_s: float) -> list[str]:
@@ -312,7 +296,9 @@ def gather(watchdog: Watchdog, name: str, value: str, timeout_s: float) -> list[
     key = watchdog.key(name)
 
     def request(store):
-        outcome = yield from _all_come(watchdog, store, key, f"report their {name}", timeout_s, value=value)
+        store.set(f"{key}/{watchdog.rank}", value)
+        store.add(f"{key}/count", 1)
+        outcome = yield from _all_come(watchdog, store, key, f"report their {name}", timeout_s)
         return outcome or [store.get(f"{key}/{r}").decode() for r in range(watchdog.world)]
 
     outcome = watchdog.store.run(request, wait_limit(timeout_s))
@@ -354,9 +340,11 @@ def in_step(*groups, **values) -> Iterator[None]:
                 state.calls.begin_step(values)
         yield
     except BaseException as error:
-        if not isinstance(error, (_EARLY_STOP, GeneratorExit)):
-            for group, *_ in entered:
-                _leave_by(group, error)
+        if not isinstance(error, (_EARLY_STOP, GeneratorExit)) and (isinstance(error, ValueError) or not region()):
+            for group, calls, _ in entered:  # else the region tells all ranks of the job
+                if not calls.doubts:  # else they know
+                    how = f"failed{calls.place()}{region()}: {type(error).__name__}: {error}"
+                    _reject_next(group, "an error", how)
         raise
     finally:
         for _, calls, before in entered:
@@ -369,39 +357,27 @@ def begin_step(group, **values) -> None:
         state.calls.begin_step(values)
 
 
-def _leave_by(group, error: BaseException) -> None:
-    """Tell the ranks of a group that this one won't come to the next call, unless they know."""
-    if region() and not isinstance(error, ValueError):  # the region tells all ranks of the job
-        return
-    with contextlib.suppress(CommError):  # the rank's own error says more
-        watchdog = Watchdog.of(group)
-        if not (watchdog.calls.doubts or watchdog.error or watchdog.rejection):
-            what = f"{type(error).__name__}: {error}"
-            _reject(group, "an error", f"rank {dist.get_rank()} failed{watchdog.where()}: {what}")
-
-
 @contextlib.contextmanager
 def shared_checks(name: str, group) -> Iterator[None]:
     """What this rank raises in this context, before a call of `name`, the ranks that wait for it raise, too."""
     try:
         yield
-    except CommError:
-        raise
     except Exception as error:
-        if GroupState.of(group).size > 1:
+        if not isinstance(error, CommError) and GroupState.of(group).size > 1:
             _refuse(group, name, error)
         raise
 
 
 def _refuse(group, name: str, error: Exception) -> None:
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-    _reject(group, name, f"rank {dist.get_rank()} rejected its input: {kind}{error}")
+    _reject_next(group, name, f"rejected its input: {kind}{error}")
 
 
-def _reject(group, name: str, text: str) -> None:
-    """Reject the group's next call, of this name."""
+def _reject_next(group, name: str, how: str) -> None:
+    """Reject the group's next call, of this name, unless the group has failed."""
     with contextlib.suppress(CommError):  # the rank's own error says more
         watchdog = Watchdog.of(group)
-        call = watchdog.calls.begin(name)
-        watchdog.calls.leave(call)
-        watchdog.reject(call, text)
+        if watchdog.error is None and watchdog.rejection is None:
+            call = watchdog.calls.begin(name)
+            watchdog.calls.leave(call)
+            watchdog.reject(call, f"{watchdog.me} {how}")

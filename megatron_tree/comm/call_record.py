@@ -19,17 +19,16 @@ class Call:
     after: int = 0
     """`CallRecord.made` when it began."""
     compare: Callable | None = None
-    """A request to the store that compares the call if another rank asks; None if it has been compared, or is being
-    compared."""
-    rejected: bool = False
-    """Whether this rank has rejected the call itself."""
+    """compare(this call, store) is the request that compares it if another rank asks; None where it is or was."""
+    runs: bool = False
+    """Whether this rank runs the call, or did: it may wait in it, and can be asked about it. Not if it rejects it."""
 
     def __str__(self) -> str:
         return f"{self.name}, call {self.number} of its group"
 
 
 class CallRecord:
-    """The calls of one group on this rank. Its main thread begins, joins and leaves them; other threads only read."""
+    """The calls of one group on this rank. Its main thread begins and leaves them; other threads only read."""
 
     def __init__(self):
         self.stamp = 0
@@ -56,23 +55,20 @@ class CallRecord:
         """Collectives since the latest call began: as many on every rank."""
         self._agreed = 0
         """Of the stamp, what was agreed."""
-        self._joined: deque[Call] = deque(maxlen=REMEMBERED)
+        self._latest: deque[Call] = deque(maxlen=REMEMBERED)
 
     def begin(self, name: str, digest: int = 0, *, meets: bool = True) -> Call:
         """The group's next call. digest: 32 bits of what its ranks agree on."""
         call = Call(name, self.latest.number + 1, self.made)
         self.meets, self.made = meets, 0
         self.current = self.latest = call
+        self._latest.append(call)
         self._set_stamp(digest)
         return call
 
-    def join(self, call: Call) -> None:
-        """This rank runs the call: from now on it may wait in it, and can be asked about it."""
-        self._joined.append(call)
-
-    def joined(self) -> list[Call]:
-        """The latest calls that this rank has joined, and has not rejected, oldest first; from any thread."""
-        return [call for call in list(self._joined) if not call.rejected]
+    def running(self) -> list[Call]:
+        """The latest calls that run, or did, oldest first; from any thread."""
+        return [call for call in list(self._latest) if call.runs]
 
     def leave(self, call: Call) -> None:
         """This rank is done with the call, one way or another."""

@@ -107,6 +107,12 @@ def watchdogs() -> list:
     return [state.watchdog for state in list(_states.values()) if state.watchdog is not None]
 
 
+def region() -> str:
+    """For messages, in a `monitored` region: ", in step 5"."""
+    region = GroupState.of(dist.group.WORLD).region
+    return f", in {region}" if region else ""
+
+
 def wait_limit(timeout_s: float = math.inf) -> float:
     """timeout_s, or the `monitored` region's limit of a single wait where that is less."""
     return min(timeout_s, GroupState.of(dist.group.WORLD).wait_limit_s)

@@ -1,8 +1,8 @@
 """A client of the job's key-value store, for what ranks tell each other when a collective can't be relied on.
 
-One thread of each process talks to the store of the default group, over its own connection. A request is a
-generator that never blocks: it yields wherever it has to look again later. So every request has a time limit that holds
-even when the process that hosts the store is stopped, and watchdogs are polled meanwhile.
+One thread of each process talks to the store of the default group, over its own connection. A request is a function
+of the store, or a generator, which never blocks: it yields wherever it has to look again later. So every request has a
+time limit that holds even when the process that hosts the store is stopped, and watchdogs are polled meanwhile.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NO_THREAD = (
     "of its own"
 )
 
-Request = Callable[[dist.Store], Generator[None, None, object]]
+Request = Callable[[dist.Store], object]
 
 
 class StoreClient:
@@ -64,7 +64,7 @@ class StoreClient:
         return state.store
 
     def run(self, request: Request, at_least_s: float = 0.0):
-        """What the generator `request(store)` returns, however long it takes; it keeps its own time limit.
+        """What `request(store)` returns, however long it takes; it keeps its own time limit.
 
         at_least_s: seconds that a store which does not answer is waited for. Raises `CommError` then.
         """
@@ -108,14 +108,18 @@ class StoreClient:
         while self._group() is not None and not self._ends.is_set():
             with contextlib.suppress(queue.Empty):
                 request, answer = self._inbox.get(timeout=pause)
-                self._open.append((request(self._store), answer))
+                self._open.append((self._steps(request), answer))
                 del request, answer  # which may be an error, whose traceback holds the group
                 pause = MIN_PAUSE_S
             if time.monotonic() - polled >= self.poll_s:
                 polled = time.monotonic()
-                self._open += [(x.poll(self._store), Future()) for x in watchdogs() if x.waiting_on is not None]
+                self._open += [(self._steps(x.poll), Future()) for x in watchdogs() if x.wait is not None]
             self._open = [entry for entry in self._open if self._goes_on(*entry)]
             pause = min(2 * pause, MAX_PAUSE_S) if self._open else POLL_S / 2
+
+    def _steps(self, request: Request) -> Generator:
+        result = request(self._store)
+        return (yield from result) if isinstance(result, Generator) else result
 
     def _goes_on(self, steps: Generator, answer: Future) -> bool:
         """One step of a request. Returns whether there are more."""
@@ -140,16 +144,6 @@ def _end(ends: threading.Event, thread: threading.Thread) -> None:
     ends.set()
     thread.join(SILENCE_S)
     time.sleep(0.1)
-
-
-def once(function: Callable[[dist.Store], object]) -> Request:
-    """The request that calls a function of the store, which does not wait."""
-
-    def request(store):
-        yield
-        return function(store)
-
-    return request
 
 
 def set_first(store, key: str, value: str) -> str:

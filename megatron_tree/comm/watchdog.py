@@ -15,7 +15,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -26,8 +26,8 @@ from torch.distributed import distributed_c10d
 from ..errors import CommError
 from . import gloo
 from .call_record import Call
-from .group import GroupState, wait_limit, watchdogs
-from .store import POLL_S, Request, StoreClient, once, set_first
+from .group import GroupState, region, wait_limit, watchdogs
+from .store import POLL_S, StoreClient, set_first
 
 MEANWHILE = 4  # calls that may go on while earlier ones are still compared
 ASK_S = 1.0  # of waiting in a call that was not compared, after which it is
@@ -54,28 +54,32 @@ class Report(NamedTuple):
     """That saw it."""
 
 
+class Wait(NamedTuple):
+    """A wait of the main thread for other ranks."""
+
+    on: object
+    """The group, or a sub-group of it; or `EVERY_GROUP`."""
+    works: Sequence[dist.Work] = ()
+    """The operations, if it waits in torch.distributed."""
+    since: float = math.inf
+    """When it began, see `time.monotonic`; inf: in a `monitored` region, in which it may wait outside this package."""
+
+
 class Watchdog:
     """What this rank waits for in one group, and the errors that end its waits; `Watchdog.of(group)` finds it.
 
-    The main thread says when it waits. `poll` runs in the store client's thread: it sets `rejection`, and interrupts
-    the wait.
+    The main thread says when it waits. `poll` runs in the store client's thread, and interrupts the wait.
     """
 
     def __init__(self, group, timeout_s: float):
         state = GroupState.of(group)
         self.rank, self.world, self.ranks, self.calls = state.rank, state.size, state.ranks, state.calls
-        self.store = StoreClient.here()
+        self.me, self.store = f"rank {self.ranks[self.rank]}", StoreClient.here()
         self._prefix = f"megatron_tree/{group.group_name}"
         # a new group may have the name of a freed one: number them, the same way on every rank
-        self._prefix = self.key(
-            self.store.run(once(lambda store: store.add(self.key("epoch", self.rank), 1)), timeout_s)
-        )
-        self.waiting_on = None
-        """The group, or a sub-group of it, that the main thread waits on; or `EVERY_GROUP`."""
-        self.waiting_for: Sequence[dist.Work] = ()
-        """The operations among them, if the main thread waits in torch.distributed."""
-        self.waiting_since = math.inf
-        """When it began to wait for other ranks, see `time.monotonic`; inf: it does not."""
+        epoch = self.key("epoch", self.rank)
+        self._prefix = self.key(self.store.run(lambda store: store.add(epoch, 1), timeout_s))
+        self.wait: Wait | None = None
         self.is_interrupted = False
         """Whether a wait in this group is to end: another rank failed or rejected its input, or it takes too long."""
         self.rejection: ValueError | None = None
@@ -84,8 +88,8 @@ class Watchdog:
         """How the group failed; it can't be used any more."""
         self._comparisons: deque[Future] = deque()
         self._polled: tuple = ()
+        self._is_overdue = False
         self._report_number = 0  # of this rank's own report, from 1
-        self._failure_seen = self._is_overdue = False
 
     @classmethod
     def of(cls, group, timeout_s: float = 60.0) -> Watchdog:
@@ -103,22 +107,14 @@ class Watchdog:
         """What this rank does, for messages: " in tree_attn_func, call 3 of its group, in step 5"."""
         return f"{self.calls.place()}{region()}"
 
-    def check_usable(self) -> None:
-        """Raise the group's error if it has failed."""
-        if self.error is not None or self.rejection is not None:
-            error = self.error or self.fail(self.rejection)
-            advice = "this group can't be used any more: create a new one, and end processes that hang"
-            raise type(error)(f"{error} ({advice})")
-
     @contextlib.contextmanager
     def waits(self, on, works: Sequence[dist.Work] = ()) -> Iterator[None]:
         """While the main thread waits on the group or a sub-group of it, another rank's failure ends that wait."""
-        before = self.waiting_on, self.waiting_for, self.waiting_since
-        self.waiting_for, self.waiting_since, self.waiting_on = works, time.monotonic(), on
+        before, self.wait = self.wait, Wait(on, works, time.monotonic())
         try:
             yield
         finally:
-            self.waiting_on, self.waiting_for, self.waiting_since = before
+            self.wait = before
 
     def interrupt(self, on) -> None:
         """Make this rank's waits on a group, or on all groups, fail now. They can't be used afterwards."""
@@ -131,73 +127,74 @@ class Watchdog:
                     group._get_backend(torch.device("cuda")).abort()
                 if state.backends.get("cpu") == "gloo":
                     gloo.interrupt(group)
-        for work in [work for watchdog in watchdogs() for work in watchdog.waiting_for]:
-            gloo.abort(work)
+        for wait in [x.wait for x in watchdogs()]:
+            for work in wait.works if wait else ():
+                gloo.abort(work)
 
-    # in the store client's thread
+    # what other ranks say, in the store client's thread
 
     def poll(self, store):
         """A request: look for failures, rejections and questions while the main thread waits."""
-        waited_s = time.monotonic() - self.waiting_since
-        if waited_s > wait_limit():
-            self._is_overdue = True
-        joined, current, asked = self.calls.joined(), self.calls.current, []
+        if (wait := self.wait) is None:
+            return
+        waited_s, running, current = time.monotonic() - wait.since, self.calls.running(), self.calls.current
+        self._is_overdue = self._is_overdue or waited_s > wait_limit()
+        asked = [current] if waited_s > ASK_S and current in running else []  # perhaps others make another call
         # one operation if nothing is new: hundreds of ranks may be waiting
-        seen = self.num_updates(store), joined[-1].number if joined else 0, self.calls.made
+        seen, news = (self.updates(store), running[-1].number if running else 0, self.calls.made), None
         if seen[0] and seen != self._polled:
-            self._polled = seen
-            self._failure_seen = self._failure_seen or self.has_failed(store)
-            self.rejection = self.find_rejection(store)
-            asked = [x for x in joined if x.compare and store.check([self.key("asked", x.number)])]
-        if waited_s > ASK_S and current in joined and current.compare and current not in asked:
-            asked.append(current)  # perhaps other ranks make another call
-        if (on := self.waiting_on) is not None and (self._is_overdue or self._failure_seen or self.rejection):
-            self.interrupt(on)
+            self._polled, news = seen, self.news(store)
+            if isinstance(news, ValueError):
+                self.rejection = news
+            asked += [x for x in running if x.compare and store.check([self.key("call", x.number, "first")])]
+        if self._is_overdue or self.is_interrupted or news is not None or self.rejection is not None:
+            self.interrupt(wait.on)
         for call in asked:
-            compare, call.compare = call.compare, None
-            yield from self._judge(call, compare, store)
+            if (compare := call.compare) is not None:
+                call.compare = None
+                yield from self._judge(call, compare, store)
 
-    def num_updates(self, store) -> int:
-        """A number that grows with every report, rejection and question."""
-        return store.add(self.key("updates"), 0)
+    def updates(self, store, new: int = 0) -> int:
+        """A number that grows with every report, rejection and question. new: 1 for one of this rank's."""
+        return store.add(self.key("updates"), new)
 
-    def has_failed(self, store) -> bool:
-        """Whether any rank has reported a failure."""
-        return store.check([self.key("reports")])
-
-    def find_rejection(self, store, *numbers: int) -> ValueError | None:
-        """Another rank's rejection of a call that this rank has joined, or of one of `numbers`; or of the call to come,
-        where this rank is in no call, but in a collective that the other one has not come to."""
+    def news(self, store, *numbers: int) -> ValueError | Report | None:
+        """Why this rank waits in vain, if it does: a `Report` where another one has failed, or its rejection of a call
+        that this rank runs, or of one of `numbers`; or of the call to come, where this rank is in no call, but in a
+        collective that the other one has not come to."""
         if self.rejection is not None:
             return self.rejection
         calls = self.calls
-        for number in (*[x.number for x in calls.joined()], *numbers):
-            if store.check([self.key("rejected", number)]):
-                return ValueError(self._rejected(store, number)[1])
-        latest, made = calls.latest, calls.made
-        if not made or calls.current is not None or calls.latest is not latest:
-            return None
-        if store.check([self.key("rejected", latest.number + 1)]):
-            after, text = self._rejected(store, latest.number + 1)
-            return ValueError(text) if made > int(after) else None
-        return None
+        latest, made, numbers = calls.latest, calls.made, {*numbers, *(x.number for x in calls.running())}
+        to_come = latest.number + 1 if made and calls.current is None and calls.latest is latest else 0
+        for number in sorted({*numbers, to_come}):
+            if store.check([key := self.key("rejected", number)]):
+                after, text = store.get(key).decode().split(" ", 1)
+                if number in numbers or made > int(after):
+                    return ValueError(text)
+        return Report(f"{self.me} waited{self.where()}") if store.check([self.key("reports")]) else None
 
-    def _rejected(self, store, number: int) -> list[str]:
-        """How many collectives after the call before it the rejecting rank has made, and its error."""
-        return store.get(self.key("rejected", number)).decode().split(" ", 1)
+    def write_rejection(self, store, call: Call, text: str) -> None:
+        set_first(store, self.key("rejected", call.number), f"{call.after} {text}")
+        self.updates(store, 1)
 
-    def _judge(self, call: Call, compare: Request, store):
-        """A request: compare a call that this rank runs. Where ranks differ, its waits end."""
-        outcome = yield from compare(store)
-        if isinstance(outcome, ValueError) and not call.rejected:
+    def reject(self, call: Call, text: str) -> None:
+        """Ranks that are in this call, or come to it, raise a ``ValueError`` of this text; this one has left it."""
+        call.runs = False
+        self.calls.doubt()
+        with contextlib.suppress(CommError):  # the rank's own error says more
+            self.store.run(lambda store: self.write_rejection(store, call, text), REJECT_S)
+
+    def compare_meanwhile(self, call: Call, compare: Callable) -> None:
+        """Start the request compare(call, store) while this rank runs the call. If ranks differ, the waits of all of
+        them end."""
+        self._comparisons.append(self.store.submit(lambda store: self._judge(call, compare, store)))
+
+    def _judge(self, call: Call, compare: Callable, store):
+        outcome = yield from compare(call, store)
+        if isinstance(outcome, ValueError) and call.runs:
             self.rejection = self.rejection or outcome
         return outcome
-
-    # verdicts on calls
-
-    def compare_meanwhile(self, call: Call, compare: Request) -> None:
-        """Start to compare a call while this rank runs it. If ranks differ, the waits of all of them end."""
-        self._comparisons.append(self.store.submit(lambda store: self._judge(call, compare, store)))
 
     def settle(self, timeout_s: float, *, at_most: int = 0) -> None:
         """Wait for what `compare_meanwhile` has started, but for the latest `at_most`. Raises if ranks differ."""
@@ -206,23 +203,13 @@ class Watchdog:
             if isinstance(outcome, Report):
                 raise self.fail(outcome)
         if self.error is not None or self.rejection is not None:
-            self.check_usable()
+            raise self.unusable()
 
-    def reject(self, call: Call, text: str) -> None:
-        """Ranks that are in this call, or come to it, raise a ``ValueError`` of this text; this one has left it."""
-        call.rejected = True
-        self.calls.doubt()
-        with contextlib.suppress(CommError):  # the rank's own error says more
-            self.store.run(once(lambda store: self.write_rejection(store, call, text)), REJECT_S)
-
-    def write_rejection(self, store, call: Call, text: str) -> None:
-        set_first(store, self.key("rejected", call.number), f"{call.after} {text}")
-        store.add(self.key("updates"), 1)
-
-    def write_question(self, store, call: Call) -> None:
-        """Ask the ranks that run this call without a comparison to compare it."""
-        store.set(self.key("asked", call.number), "")
-        store.add(self.key("updates"), 1)
+    def unusable(self) -> Exception:
+        """The error of a group that has failed, where it is used again."""
+        error = self.error or self.fail(self.rejection)
+        advice = "this group can't be used any more: create a new one, and end processes that hang"
+        return type(error)(f"{error} ({advice})")
 
     # failures
 
@@ -230,18 +217,17 @@ class Watchdog:
         self, op: str, timeout_s: float, error: Exception, ranks: Iterable[int] | None = None, peers: Sequence[int] = ()
     ) -> Exception:
         """What to raise for an operation that failed. ranks: that take part; peers: those waited for."""
-        if self._comparisons and not self._failure_seen:  # messages of other lengths than expected fail at once
+        if self._comparisons and not self.is_interrupted:  # messages of other lengths than expected fail at once
             concurrent.futures.wait(self._comparisons, VERDICT_S)
         if self.rejection is not None:
             return self.fail(self.rejection)
         ranks, limit_s = range(self.world) if ranks is None else sorted(ranks), wait_limit(timeout_s)
         waited_for = " and ".join(str(self.ranks[r]) for r in peers)
         what = (
-            f"{op} among ranks {[self.ranks[r] for r in ranks]} failed on rank {self.ranks[self.rank]}{self.where()} "
-            f"(time limit {limit_s:g} s){f', in a message with rank {waited_for}' if peers else ''}: {error}"
+            f"{op} among ranks {[self.ranks[r] for r in ranks]} failed on {self.me}{self.where()} (time limit "
+            f"{limit_s:g} s){f', in a message with rank {waited_for}' if peers else ''}: {error}"
         )
-        # and was not interrupted by another rank's failure
-        timed_out = (self._is_overdue or gloo.is_timeout(error)) and not self._failure_seen
+        timed_out = self._is_overdue or (gloo.is_timeout(error) and not self.is_interrupted)
         suspects = tuple(peers) or tuple(r for r in ranks if r != self.rank)
         conclusion = self.fail(Report(what, suspects, limit_s=limit_s if timed_out else None))
         if isinstance(conclusion, ValueError) or what in str(conclusion):
@@ -251,60 +237,49 @@ class Watchdog:
     def calls_differ(self, what: str) -> Exception:
         """What to raise where this rank has met another one in another call. what: this rank does, for the message."""
         with contextlib.suppress(CommError):
-            self.rejection = self.store.run(once(self.find_rejection))
-        report = Report(f"rank {self.ranks[self.rank]} runs {what}{self.where()}", cause="calls")
-        return self.fail(self.rejection or report)
+            news = self.store.run(self.news)
+            self.rejection = news if isinstance(news, ValueError) else None
+        return self.fail(self.rejection or Report(f"{self.me} runs {what}{self.where()}", cause="calls"))
 
     def is_known(self, error: BaseException) -> bool:
         """Whether the error is the other ranks' rejection, or how the group failed: all ranks raise it."""
         return any(type(error) is type(x) and str(error) == str(x) for x in (self.rejection, self.error))
 
     def fail(self, why: Report | ValueError) -> Exception:
-        """The error that all ranks raise after a failure, or after a rejection of which this rank has heard.
+        """The error that all ranks of this group raise after a failure, or after another rank's rejection.
 
         After a failure in a `monitored` region the ranks of the whole job conclude, since they may wait in different
-        groups; otherwise those of this group.
+        groups.
         """
+        concluding = self
         if isinstance(why, ValueError):
-            return self.conclude(Report(str(why), cause="input"))
-        if not region():
-            return self.conclude(why)
-        with contextlib.suppress(CommError):  # those that wait in this group are interrupted, too
-            self.store.run(once(lambda store: self._tell(store, why)))
-        suspects = tuple(self.ranks[r] for r in why.suspects)
-        return self.note(Watchdog.of(dist.group.WORLD).conclude(why._replace(suspects=suspects)))
-
-    def conclude(self, report: Report) -> Exception:
-        """`fail` among the ranks of this group."""
+            why = Report(str(why), cause="input")
+        elif region():
+            concluding = Watchdog.of(dist.group.WORLD)
+            why = why._replace(suspects=[self.ranks[r] for r in why.suspects])
         try:
-            return self.note(self.store.run(lambda store: self._conclude(store, report)))
+            error = self.store.run(lambda store: concluding._conclude(store, why))
         except CommError as lost:
-            return self.note(CommError(f"{report.what}. Also {lost}"))
-
-    def note(self, error: Exception) -> Exception:
-        """Note how the group failed: a copy, because the traceback of the error that is raised holds the group."""
-        self.error = copy.copy(error)
+            error = CommError(f"{why.what}. Also {lost}")
+        # a copy: the traceback of the error that is raised holds the group
+        self.error = concluding.error = copy.copy(error)
         return error
 
-    def _tell(self, store, report: Report) -> None:
-        """Write down this rank's report, its first one alone. A rank that raised by itself is the cause."""
-        if self._report_number:
-            return
-        if report.cause in ("error", "input"):
-            rank, is_input = self.ranks[self.rank], report.cause == "input"
-            text = report.what if is_input else f"rank {rank} failed: {report.what}"
-            set_first(store, self.key("conclusion"), json.dumps((is_input, [rank], text)))
-        self._report_number = store.add(self.key("reports"), 1)
-        store.set(self.key("report", self._report_number), json.dumps(report._replace(rank=self.rank)))
-        store.add(self.key("updates"), 1)
-
     def _conclude(self, store, report: Report):
-        """A request: report, and return the error that all ranks raise. The first rank that reported concludes."""
-        self._tell(store, report)
+        """A request: report, and return the error that all ranks raise. A rank that raised by itself says so, else the
+        first one that reported concludes."""
+        conclusion, is_input = self.key("conclusion"), report.cause == "input"
+        if not self._report_number:
+            if is_input or report.cause == "error":
+                text = report.what if is_input else f"{self.me} failed: {report.what}"
+                set_first(store, conclusion, json.dumps((is_input, [self.ranks[self.rank]], text)))
+            self._report_number = store.add(self.key("reports"), 1)
+            store.set(self.key("report", self._report_number), json.dumps(report._replace(rank=self.rank)))
+            self.updates(store, 1)
         later_s = self.store.poll_s - POLL_S  # by which the ranks of a large job see a report later
         end, reports = time.monotonic() + GATHER_S + later_s, {}
         take_over = end + TAKE_OVER_S if self._report_number > 1 else 0.0
-        while not store.check([self.key("conclusion")]):
+        while not store.check([conclusion]):
             if time.monotonic() > take_over:
                 for number in set(range(1, store.add(self.key("reports"), 0) + 1)) - set(reports):
                     if store.check([self.key("report", number)]):
@@ -313,18 +288,14 @@ class Watchdog:
                         yield
                 heard = {x.rank for x in reports.values()}
                 silent = {r for x in reports.values() for r in x.suspects} - heard
-                complete = len(heard) == self.world or len(silent) == 1 == self.world - len(heard)
-                if complete or time.monotonic() > end:
-                    silent = sorted(silent or set(range(self.world)) - heard)
-                    by_rank = sorted(reports.values(), key=lambda x: x.rank)
-                    set_first(
-                        store, self.key("conclusion"), json.dumps(_conclusion(by_rank, [self.ranks[r] for r in silent]))
-                    )
+                if len(heard) == self.world or len(silent) == 1 == self.world - len(heard) or time.monotonic() > end:
+                    failed = [self.ranks[r] for r in sorted(silent or set(range(self.world)) - heard)]
+                    found = _conclusion(sorted(reports.values(), key=lambda x: x.rank), failed)
+                    set_first(store, conclusion, json.dumps(found))
             yield
-        is_input, ranks, text = json.loads(store.get(self.key("conclusion")))
+        is_input, ranks, text = json.loads(store.get(conclusion))
         store.set(self.key("read", self.rank), "")
-        end = time.monotonic() + LINGER_S + later_s
-        all_read = [self.key("read", r) for r in range(self.world)]
+        end, all_read = time.monotonic() + LINGER_S + later_s, [self.key("read", r) for r in range(self.world)]
         # the process of rank 0 usually hosts the store: when it ends, the others can't read the conclusion
         while self.ranks[self.rank] == 0 and time.monotonic() < end and not store.check(all_read):
             yield
@@ -332,7 +303,7 @@ class Watchdog:
 
 
 def _conclusion(reports: list[Report], silent: list[int]) -> tuple[bool, list[int], str]:
-    """(whether it is the input's fault, the ranks that failed, how) if no rank says that it has failed by itself."""
+    """(whether it is the input's fault, the ranks that failed, how) where no rank says that it has failed by itself."""
     if differing := [x.what for x in reports if x.cause == "calls"]:
         return True, [], f"{DIFFERENT_CALLS}: {'; '.join(differing)}"
     waited = [x for x in reports if x.suspects]
@@ -345,12 +316,6 @@ def _conclusion(reports: list[Report], silent: list[int]) -> tuple[bool, list[in
     limit_s = min((x.limit_s for x in waited if x.limit_s is not None), default=None)
     limit = "" if limit_s is None else f" within {limit_s:g} s"
     return False, silent, f"{who} did not respond{limit}: {what}"
-
-
-def region() -> str:
-    """For messages, in a `monitored` region: ", in step 5"."""
-    region = GroupState.of(dist.group.WORLD).region
-    return f", in {region}" if region else ""
 
 
 @contextlib.contextmanager
@@ -369,29 +334,28 @@ def monitored(name: str, *, wait_limit_s: float = math.inf) -> Iterator[None]:
         yield
         return
     watchdog = Watchdog.of(dist.group.WORLD)
-    job.region, job.wait_limit_s, watchdog.waiting_on = name, wait_limit_s, EVERY_GROUP
+    job.region, job.wait_limit_s, watchdog.wait = name, wait_limit_s, Wait(EVERY_GROUP)
     try:
         yield
     except Exception as error:
-        conclusion = watchdog.conclude(_report_of(error, watchdog))
+        conclusion = watchdog.fail(_report_of(error, watchdog))
         for other in watchdogs():  # whose ranks may go on to other calls now
-            if other.error is None:
-                other.note(conclusion)
+            other.error = other.error or watchdog.error
         waited = isinstance(error, CommError) or gloo.is_communication_error(error)
         if not waited or (isinstance(error, CommError) and error.ranks == getattr(conclusion, "ranks", None)):
             raise
         raise conclusion from error
     finally:
-        job.region, job.wait_limit_s, watchdog.waiting_on = "", math.inf, None
+        job.region, job.wait_limit_s, watchdog.wait = "", math.inf, None
 
 
 def _report_of(error: Exception, job: Watchdog) -> Report:
     """The report of a rank that leaves a region by this error."""
+    what = f"{type(error).__name__}: {error}, on {job.me}{region()}"
     if isinstance(error, CommError):  # of a smaller group, and the rank that failed may not be in it
         return Report(str(error), error.ranks)
-    what = f"{type(error).__name__}: {error}, on rank {job.rank}{region()}"
     if gloo.is_communication_error(error):
-        return Report(what, tuple(r for r in range(job.world) if r != job.rank))
+        return Report(what, [r for r in range(job.world) if r != job.rank])
     if any(x.is_known(error) for x in watchdogs()):  # another rank's, which its text names
         return Report(str(error), cause="input")
     return Report(what, cause="error")
@@ -401,4 +365,5 @@ def waited_s() -> float:
     """Seconds for which this rank has been waiting for others; 0 if it does not wait. From any thread."""
     if not dist.is_initialized() or (store := GroupState.of(dist.group.WORLD).store) is None:
         return 0.0
-    return max(0.0, time.monotonic() - min(x.waiting_since for x in (store, *watchdogs())))
+    waits = [x.wait for x in watchdogs()]
+    return max(0.0, time.monotonic() - min([store.waiting_since, *(x.since for x in waits if x is not None)]))

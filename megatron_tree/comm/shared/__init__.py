@@ -263,7 +263,7 @@ class SharedMemory:
             self._watchdog = ranks.watchdog
         watchdog, world = self._watchdog, self._team.world
         if watchdog.error is not None or watchdog.rejection is not None:
-            watchdog.check_usable()
+            raise watchdog.unusable()
         if recorders:
             if sent is None:
                 sends = source in (_EVERYONE, self._team.rank)
