@@ -80,14 +80,15 @@ class CollectiveCall:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        call = self._call
+        call, calls = self._call, self._state.calls
         if error is not None and not self._alone and not isinstance(error, (CommError, _EARLY_STOP)):
             if call is None and isinstance(error, Exception):
                 _refuse(self._ranks.group, self._name, error)
             elif call is not None and call.runs:  # else it comes from `agree`, and all ranks know
                 self._failed(error)
         if call is not None:
-            self._state.calls.leave(call)
+            if calls.current is call:
+                calls.current = None
             if error is None and not torch.is_grad_enabled():  # no backward will follow, which would ask
                 self._state.watchdog.settle(self._ranks.timeout_s)
 
@@ -379,5 +380,5 @@ def _reject_next(group, name: str, how: str) -> None:
         watchdog = Watchdog.of(group)
         if watchdog.error is None and watchdog.rejection is None:
             call = watchdog.calls.begin(name)
-            watchdog.calls.leave(call)
+            watchdog.calls.current = None
             watchdog.reject(call, f"{watchdog.me} {how}")

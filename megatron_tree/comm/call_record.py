@@ -28,7 +28,7 @@ class Call:
 
 
 class CallRecord:
-    """The calls of one group on this rank. Its main thread begins and leaves them; other threads only read."""
+    """The calls of one group on this rank. Its main thread makes them; other threads only read."""
 
     def __init__(self):
         self.stamp = 0
@@ -69,11 +69,6 @@ class CallRecord:
     def running(self) -> list[Call]:
         """The latest calls that run, or did, oldest first; from any thread."""
         return [call for call in list(self._latest) if call.runs]
-
-    def leave(self, call: Call) -> None:
-        """This rank is done with the call, one way or another."""
-        if self.current is call:
-            self.current = None
 
     def begin_step(self, values: dict) -> None:
         """What comes now is part of a step that these values, equal on all ranks, and the number of the call before it

@@ -102,9 +102,9 @@ def _not_a_member() -> ValueError:
     return ValueError(f"cp_group: rank {dist.get_rank()} is not a member of it; pass the group this rank belongs to")
 
 
-def watchdogs() -> list:
-    """The watchdogs of all groups that are in use; from any thread."""
-    return [state.watchdog for state in list(_states.values()) if state.watchdog is not None]
+def states() -> list[GroupState]:
+    """Of all groups that are in use; from any thread."""
+    return list(_states.values())
 
 
 def region() -> str:

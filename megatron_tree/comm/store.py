@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..errors import CommError
-from .group import GroupState, watchdogs
+from .group import GroupState, states
 
 POLL_S = 0.1  # between two polls of the watchdogs of ranks that wait, ...
 POLLS_PER_S = 1000  # ... which all ranks of a large job together make less often: one process answers them
@@ -62,6 +62,11 @@ class StoreClient:
         if state.store is None:
             state.store = cls(dist.group.WORLD)
         return state.store
+
+    @property
+    def watchdogs(self) -> list:
+        """Of all groups of this job that are in use."""
+        return [x.watchdog for x in states() if x.watchdog is not None and x.watchdog.store is self]
 
     def run(self, request: Request, at_least_s: float = 0.0):
         """What `request(store)` returns, however long it takes; it keeps its own time limit.
@@ -113,7 +118,7 @@ class StoreClient:
                 pause = MIN_PAUSE_S
             if time.monotonic() - polled >= self.poll_s:
                 polled = time.monotonic()
-                self._open += [(self._steps(x.poll), Future()) for x in watchdogs() if x.wait is not None]
+                self._open += [(self._steps(x.poll), Future()) for x in self.watchdogs if x.wait is not None]
             self._open = [entry for entry in self._open if self._goes_on(*entry)]
             pause = min(2 * pause, MAX_PAUSE_S) if self._open else POLL_S / 2
 

@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d
 from ..errors import CommError
 from . import gloo
 from .call_record import Call
-from .group import GroupState, region, wait_limit, watchdogs
+from .group import GroupState, region, wait_limit
 from .store import POLL_S, StoreClient, set_first
 
 MEANWHILE = 4  # calls that may go on while earlier ones are still compared
@@ -119,7 +119,7 @@ class Watchdog:
     def interrupt(self, on) -> None:
         """Make this rank's waits on a group, or on all groups, fail now. They can't be used afterwards."""
         everywhere = on is EVERY_GROUP
-        for watchdog in watchdogs() if everywhere else [self]:
+        for watchdog in self.store.watchdogs if everywhere else [self]:
             watchdog.is_interrupted = True
         for group in list(distributed_c10d._world.pg_map) if everywhere else [on]:
             if isinstance(group, dist.ProcessGroup) and (state := GroupState.of(group)).size > 1:
@@ -127,7 +127,7 @@ class Watchdog:
                     group._get_backend(torch.device("cuda")).abort()
                 if state.backends.get("cpu") == "gloo":
                     gloo.interrupt(group)
-        for wait in [x.wait for x in watchdogs()]:
+        for wait in [x.wait for x in self.store.watchdogs]:
             for work in wait.works if wait else ():
                 gloo.abort(work)
 
@@ -339,7 +339,7 @@ def monitored(name: str, *, wait_limit_s: float = math.inf) -> Iterator[None]:
         yield
     except Exception as error:
         conclusion = watchdog.fail(_report_of(error, watchdog))
-        for other in watchdogs():  # whose ranks may go on to other calls now
+        for other in watchdog.store.watchdogs:  # whose ranks may go on to other calls now
             other.error = other.error or watchdog.error
         waited = isinstance(error, CommError) or gloo.is_communication_error(error)
         if not waited or (isinstance(error, CommError) and error.ranks == getattr(conclusion, "ranks", None)):
@@ -356,7 +356,7 @@ def _report_of(error: Exception, job: Watchdog) -> Report:
         return Report(str(error), error.ranks)
     if gloo.is_communication_error(error):
         return Report(what, [r for r in range(job.world) if r != job.rank])
-    if any(x.is_known(error) for x in watchdogs()):  # another rank's, which its text names
+    if any(x.is_known(error) for x in job.store.watchdogs):  # another rank's, which its text names
         return Report(str(error), cause="input")
     return Report(what, cause="error")
 
@@ -365,5 +365,5 @@ def waited_s() -> float:
     """Seconds for which this rank has been waiting for others; 0 if it does not wait. From any thread."""
     if not dist.is_initialized() or (store := GroupState.of(dist.group.WORLD).store) is None:
         return 0.0
-    waits = [x.wait for x in watchdogs()]
+    waits = [x.wait for x in store.watchdogs]
     return max(0.0, time.monotonic() - min([store.waiting_since, *(x.since for x in waits if x is not None)]))
