@@ -63,17 +63,17 @@ class GroupState:
     counted: dict[tuple, int] = field(default_factory=dict)
     """attention/tuning.py: kinds of calls without a backward -> how many there were; the latest kind last."""
     agreed: dict[tuple, int] = field(default_factory=dict)
-    """calls.py: what all ranks have agreed on, or trust in -> its digest; the oldest first."""
+    """agreement.py: what all ranks have agreed on, or trust in -> its digest; the oldest first."""
     calls: CallRecord = field(default_factory=CallRecord)
-    """calls.py: the calls that this rank has made."""
+    """agreement.py: the calls that this rank has made."""
     watchdog: Any = None
-    """health/watchdog.py: a `Watchdog`."""
+    """watchdog.py: a `Watchdog`."""
     store: Any = None
-    """health/store.py: a `StoreClient`; of the default group alone."""
+    """store.py: a `StoreClient`; of the default group alone."""
     region: str = ""
-    """health/watchdog.py: the `monitored` region that the job is in; of the default group alone."""
+    """watchdog.py: the `monitored` region that the job is in; of the default group alone."""
     wait_limit_s: float = math.inf
-    """health/monitored.py: of a single wait in that region; of the default group alone."""
+    """watchdog.py: of a single wait in that region; of the default group alone."""
 
     @classmethod
     def of(cls, group) -> GroupState:
@@ -93,13 +93,24 @@ class GroupState:
 
 
 IN_PART: contextvars.ContextVar[bool] = contextvars.ContextVar("tree_part_of_call", default=False)
-"""calls.py: whether what runs is part of a call that this rank is in already."""
+"""agreement.py: whether what runs is part of a call that this rank is in already."""
 _ALONE = GroupState(1, 0, {}, (0,))
 _states: dict[weakref.ref, GroupState] = {}  # by group; a WeakKeyDictionary would take a function call more to look up
 
 
 def _not_a_member() -> ValueError:
     return ValueError(f"cp_group: rank {dist.get_rank()} is not a member of it; pass the group this rank belongs to")
+
+
+def states() -> list[GroupState]:
+    """Of all groups that are in use; from any thread."""
+    return list(_states.values())
+
+
+def region() -> str:
+    """For messages, in a `monitored` region: ", in step 5"."""
+    region = GroupState.of(dist.group.WORLD).region
+    return f", in {region}" if region else ""
 
 
 def wait_limit(timeout_s: float = math.inf) -> float:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..arguments import Arguments, shown
 from ..config import default_config
-from .calls import in_step, shared_checks
+from .agreement import in_step, shared_checks
 from .transforms import check_transforms
 
 _REASON = "ranks run it together, between two graphs of torch.compile: leave out fullgraph=True"

@@ -20,15 +20,14 @@ from ..config import TreeConfig, default_config
 from ..merge import SumReducer
 from ..plan import Placement, Topology, default_topology, load_topology, place
 from ..plan.decode import SMALL_SUM
-from .calls import CollectiveCall
+from .agreement import CollectiveCall, gather
 from .collectives import start_all_to_all_v, start_gather, start_reduce_scatter
 from .group import GroupState
-from .health.agreement import gather
-from .health.watchdog import Watchdog
 from .links import Links, measured_links
 from .shared import SUMS, SharedMemory, join
 from .team import Team, subgroup
 from .traffic import note
+from .watchdog import Watchdog
 from .work import Mail, meet, run
 
 

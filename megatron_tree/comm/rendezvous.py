@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ..errors import CommError
 from ..log import logger, say_once
-from .health.store import POLL_S, POLLS_PER_S
+from .store import POLL_S, POLLS_PER_S
 
 BACKLOG = 2048  # every rank connects, and some do so more than once
 NOTICE_S = 10.0  # of waiting for ranks to start, after which the log names them

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .group import IN_PART, GroupState
-from .health.gloo import settle_at_exit
-from .health.watchdog import EVERY_GROUP
 from .traffic import note
+from .watchdog import EVERY_GROUP
 
 if TYPE_CHECKING:
     from .ranks import Ranks
@@ -47,7 +46,6 @@ def wait_for(works, ranks: Ranks, *, on) -> None:
                 work.wait()  # NCCL's own watchdog keeps the time limit
             else:
                 wait_within(ranks.limit, work)
-                settle_at_exit()
 
 
 def wait_within(limit: timedelta, work: dist.Work) -> None:
@@ -142,7 +140,6 @@ class Mail:
                     wait_within(self._ranks.limit, message.work)
                 except RuntimeError as error:
                     raise self._failure(error, message.peer) from error
-        settle_at_exit()
 
     def sent(self) -> None:
         """Wait until everything that was sent has left."""

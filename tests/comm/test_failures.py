@@ -306,7 +306,7 @@ def test_what_all_refuse_does_no_harm():
 def _swapped(rank, world, check, stamped=True):
     """[20, 10] tokens on one rank, [10, 20] on the other: as many bytes."""
     if not stamped:
-        comm.calls.digest_of = lambda *_: 0
+        comm.agreement.digest_of = lambda *_: 0
     b, s = ((2, 2), (1, 4))[rank]
     q, k, v = (torch.arange(64.0).reshape(b, s, 2, 8).sin() for _ in "qkv")
     config = TreeConfig(check=check, timeout_s=10, grid=(1, 2))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import CommError, TreeConfig, comm, tree_attn_func, unshard_sequence
-from megatron_tree.comm.health.watchdog import Watchdog
+from megatron_tree.comm.watchdog import Watchdog
 from support.bound import bound
 from support.failing_ranks import IN_TIME, LIMIT, PATIENT, call, run_to_the_end, start_clock
 from support.ranks import run_distributed

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import CommError, TreeConfig, tree_attn_func, tree_decode, unshard_sequence
-from megatron_tree.comm import calls as comm_calls
+from megatron_tree.comm import agreement
 from support.bound import bound
 from support.ranks import run_distributed
 
@@ -224,7 +224,7 @@ def _agree(name):
 
 def _in_another_order(rank, world):
     """Nothing of a call's messages says which call it is, as with NCCL."""
-    comm_calls.UNSTAMPED = {"gloo"}
+    agreement.UNSTAMPED = {"gloo"}
     for name in "ab":
         _agree(name)
     dist.barrier()

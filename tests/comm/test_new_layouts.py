@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import TreeConfig, dispatch_documents, tree_attn_varlen_func
-from megatron_tree.comm import calls
-from megatron_tree.comm.health.store import StoreClient
+from megatron_tree.comm import agreement
+from megatron_tree.comm.store import StoreClient
 from support.ranks import run_distributed
 
 FAST = TreeConfig(timeout_s=20)
@@ -61,7 +61,7 @@ def _differ(rank, world, kind, known, ours, theirs, with_grad):
         out = _attend(cu_seqlens, kind, grad=with_grad)
         if with_grad:
             out.sum().backward()
-    calls.compare = _slowly(calls.compare)  # the attention is over by then, unless it waits
+    agreement.compare = _slowly(agreement.compare)  # the attention is over by then, unless it waits
     started = time.monotonic()
     with torch.set_grad_enabled(with_grad), pytest.raises(ValueError) as caught:  # noqa: PT012
         out = _attend(theirs if rank == 1 else ours, kind, grad=with_grad)

@@ -30,9 +30,9 @@ from ...compiled import NotCompiled, compiled
 from ...errors import CommError
 from ...kernels import merge_packed
 from ...log import say_once
-from ..health.agreement import gather
-from ..health.watchdog import Watchdog
+from ..agreement import gather
 from ..traffic import note, recorders
+from ..watchdog import Watchdog
 
 if TYPE_CHECKING:
     from ..ranks import Ranks
@@ -263,7 +263,7 @@ class SharedMemory:
             self._watchdog = ranks.watchdog
         watchdog, world = self._watchdog, self._team.world
         if watchdog.error is not None or watchdog.rejection is not None:
-            watchdog.check_usable()
+            raise watchdog.unusable()
         if recorders:
             if sent is None:
                 sends = source in (_EVERYONE, self._team.rank)
