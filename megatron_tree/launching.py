@@ -85,8 +85,8 @@ def quiet() -> None:
         logging.getLogger(name).addFilter(lambda record, text=text: text not in record.getMessage())
 
 
-def new_parser(prog: str, description: str, epilog: str) -> argparse.ArgumentParser:
-    """A parser with --config, for `parse_with_config`."""
+def new_parser(prog: str, description: str, epilog: str, *, config: bool = True) -> argparse.ArgumentParser:
+    """The parser of a command. config: with --config, for `parse_with_config`."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description=description,
@@ -94,8 +94,9 @@ def new_parser(prog: str, description: str, epilog: str) -> argparse.ArgumentPar
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", metavar="YAML", help="file with these options (underscores or dashes); the "
-        "command line wins")  # fmt: skip
+    if config:
+        parser.add_argument("--config", metavar="YAML", help="file with these options (underscores or dashes); the "
+            "command line wins")  # fmt: skip
     return parser
 
 

@@ -6,9 +6,9 @@ import argparse
 import importlib
 import sys
 
+from ..calibrate.kernel_cases import WrongResult
 from ..emulate import Unavailable
 from ..files import NotWritten
-from .results import WrongResult
 
 COMMANDS = {
     "kernels": "attention kernels of one device",

@@ -5,20 +5,19 @@ from __future__ import annotations
 import argparse
 import math
 import zlib
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from .. import comm, energy, kernels
 from ..attention.decode import tree_decode
-from ..config import AttnSpec, TreeConfig
+from ..calibrate.kernel_cases import relative_error
+from ..config import TreeConfig
 from ..merge import pack_state, unpack_state
 from ..plan import Topology, place, plan_decode
-from . import runs, session
-from .kernel_cases import DTYPES
-from .measure import Laps, relative_error, time_together
-from .runs import Case, Settings
+from . import cases
+from .cases import Bench, Case, Settings
+from .timing import Laps, time_together
 
 OURS = ("ring", "allreduce", "allgather", "butterfly", "scatter", "two_level", "auto")
 ORACLE_TOKENS = 4096  # at a time, in float64
@@ -33,33 +32,28 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    runs.add_arguments(parser, "decode", OURS)
+    cases.add_arguments(parser, "decode", OURS)
 
 
 def run(args: argparse.Namespace) -> None:
     """Check, time, print and write CSV, JSON and PNG into args.out. Raises `WrongResult` before any speed is shown."""
-    session.run(args, "decode", DecodeBench)
+    cases.run(args, "decode", DecodeBench)
 
 
-class DecodeBench:
-    """Decoding for `session`. Constructed on every rank with its shard, the query and the truth."""
+class DecodeBench(Bench):
+    """One query over this rank's shard of the keys."""
 
-    shared = staticmethod(lambda case: None)
     ours = OURS
-    rivals: ClassVar[dict] = {}
-    missing = staticmethod(lambda: None)
 
-    def __init__(self, case: Case, settings: Settings, topology: str, group, meeting, shared):
-        self.group, self.meeting, self.rank, self.settings = group, meeting, comm.group_rank(group), settings
-        self.spec = AttnSpec(softmax_scale=case.head_dim**-0.5)
+    def __init__(self, case: Case, how: Settings, group, meeting, topology: str, shared: None):
+        super().__init__(case, how, group, meeting)
         # "never": gloo's ranks don't meet before the paper's all-reduces, which would cost them a latency
         self.config = TreeConfig(topology=topology, tune=False, check="never")
-        dtype, ranks = DTYPES[case.dtype], case.machines.ranks
-        q = torch.randn(case.batch, 1, case.num_heads, case.head_dim, generator=torch.Generator().manual_seed(0))
-        shape = (case.batch, case.seq_len // ranks, case.num_heads_kv, case.head_dim)
-        self.q, (self.k, self.v) = q.to(dtype), uneven(shape, dtype, self.rank, ranks)
+        ranks = case.machines.ranks
+        q = torch.randn(1, 1, case.num_heads, case.head_dim, generator=torch.Generator().manual_seed(0))
+        shape = (1, case.seq_len // ranks, case.num_heads_kv, case.head_dim)
+        self.q, (self.k, self.v) = q.to(self.dtype), uneven(shape, self.dtype, self.rank, ranks)
         self.truth = self._oracle()
-        self.allowed = session.ALLOWED[dtype]
 
     def _oracle(self) -> tuple[Tensor, Tensor]:
         """out [b, 1, h, d] and lse [b, h, 1] in float64: the shard's parts, merged by the energy's derivative."""
@@ -91,16 +85,11 @@ class DecodeBench:
 
     def local_seconds(self) -> float:
         """The local attention alone, all ranks at once: the slowest rank's median."""
-        if self.settings.compute == "modelled":
-            return (self.k.nbytes + self.v.nbytes) / self.settings.speed.memory_bandwidth
+        if self.how.compute == "modelled":
+            return (self.k.nbytes + self.v.nbytes) / self.how.speed.memory_bandwidth
         cache = kernels.KVCache(self.k, self.v)
         call = lambda: kernels.attn_decode(self.q, cache, self.spec)  # noqa: E731
         return time_together(call, self.meeting, self.rank)
-
-    @staticmethod
-    def applies(case: Case, contender: str) -> bool:
-        """Every contender runs in every case."""
-        return True
 
     @staticmethod
     def held_bytes(case: Case) -> int:
@@ -110,21 +99,21 @@ class DecodeBench:
     @staticmethod
     def predict(case: Case, topology: Topology, contender: str) -> dict:
         """The plan of one of `ours`, by pass."""
-        call = dict(rows=case.batch * case.num_heads, head_dim_v=case.head_dim, topology=topology)
+        call = dict(rows=case.num_heads, head_dim_v=case.head_dim, topology=topology)
         call.update(placement=place(topology, case.machines.hosts), schedule=contender)
         chosen = plan_decode(case.machines.ranks, kv_bytes=None, **call)  # as tree_decode asks
         weighed = plan_decode(case.machines.ranks, kv_bytes=case.kv_bytes, **call).candidates
         return {"decode": next(c for c in weighed if (c.schedule, c.across) == (chosen.schedule, chosen.across))}
 
     @staticmethod
-    def limits(case: Case, settings: Settings, local_s: float) -> dict[str, float]:
+    def limits(case: Case, how: Settings, local_s: float) -> dict[str, float]:
         """Seconds of lower bounds, and of a ring whose links are always busy."""
         bounds = {"local attention alone": local_s}
         if case.machines.emulated and case.machines.nodes > 1:
-            p, byte_s = case.machines.ranks, 8 / settings.rate_bits
-            state = 4 * case.batch * case.num_heads * (case.head_dim + 1)
-            bounds["local + log2(p) steps"] = local_s + math.log2(p) * (settings.latency_s + state * byte_s)
-            bounds["ring at line rate"] = local_s + (p - 1) * max(local_s, settings.latency_s + case.kv_bytes * byte_s)
+            p, byte_s = case.machines.ranks, 8 / how.rate_bits
+            state = 4 * case.num_heads * (case.head_dim + 1)
+            bounds["local + log2(p) steps"] = local_s + math.log2(p) * (how.latency_s + state * byte_s)
+            bounds["ring at line rate"] = local_s + (p - 1) * max(local_s, how.latency_s + case.kv_bytes * byte_s)
         return bounds
 
 

@@ -15,19 +15,28 @@ from typing import NamedTuple
 import torch
 
 from .. import comm
+from ..calibrate.kernel_cases import WrongResult
 from ..config import DECODE_SCHEDULES, TreeConfig
 from ..emulate import network_bytes
-from ..integrations.transformers import baseline, models
+from ..integrations.transformers import models
 from ..integrations.transformers.attention import TreeCache
 from ..integrations.transformers.generation import generate
 from ..integrations.transformers.runner import Runner
 from ..units import parse_count
-from . import runs, session
-from .measure import Measured, Meeting, PeakMemory, join
-from .measurements import Measurement, measurements
-from .model import add_model, check_model, load_model, model_text
-from .results import WrongResult
-from .runs import Machines, Settings
+from .cases import LIMIT_S, Machines, Settings, add_machines, machines_of, run_cases
+from .model import (
+    TokenClock,
+    add_model,
+    cache_shape,
+    check_model,
+    load_model,
+    made_up_plain,
+    made_up_row,
+    model_text,
+    plain_prefill,
+)
+from .results import Measurement, measurements
+from .timing import Meeting, PeakMemory, RankTimes, join
 
 SCHEDULES = ("auto", "ring", "allreduce")
 ALLOWED = 1e-3  # difference of a logit from the plain model's, as a fraction of the largest logit
@@ -58,7 +67,7 @@ class GenerateCase(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    runs.add_machines(parser)
+    add_machines(parser)
     add_model(parser)
     add = parser.add_argument
     add("--prompt-tokens", type=parse_count, nargs="+", default=[16384], metavar="N", help="one or several, such as "
@@ -73,32 +82,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Check, time, print and write CSV, JSON and PNG into args.out. Raises `WrongResult` before any speed is shown."""
-    machines = runs.machines_of(args)
+    machines = machines_of(args)
     if args.new_tokens < 2:
         raise ValueError(f"--new-tokens {args.new_tokens}: a time per token needs two at least")
     check_model(args, max(args.prompt_tokens) + args.new_tokens)
     if args.model != "tiny" and args.cache == "made-up":
-        baseline.cache_shape(models.load_config(models.model_folder(args.model)).get_text_config(decoder=True))
+        cache_shape(models.load_config(models.model_folder(args.model)).get_text_config(decoder=True))
     args.schedules = list(dict.fromkeys(args.schedules))
     how = Settings(tuple(args.schedules), bool(args.emulate), args.latency, args.rate)
     cases = [GenerateCase(one, n, args) for one in machines for n in sorted(set(args.prompt_tokens))]
 
     def run_case(case: GenerateCase, ranks, topology, path: str) -> list[Measurement]:
-        meeting = Meeting(case.machines.ranks, timeout_s=session.LIMIT_S)
-        return _rows(case, ranks.run(on_rank, case, path, meeting, timeout_s=session.LIMIT_S))
+        meeting = Meeting(case.machines.ranks, timeout_s=LIMIT_S)
+        return _rows(case, ranks.run(on_rank, case, path, meeting, timeout_s=LIMIT_S))
 
     about = dict(command="generate", model=model_text(args), compute="real", cache=args.cache)
     checked = (
         "all ranks of all contenders gave the plain model's tokens; logits differ by at most {worst} of the largest"
     )
-    session.run_cases(args, about, how, cases, run_case, checked)
+    run_cases(args, about, how, cases, run_case, checked)
 
 
 class GenerateOutcome(NamedTuple):
     """One rank's outcome of one contender."""
 
     schedule: str
-    measured: Measured
+    measured: RankTimes
     """Of the further tokens."""
     tokens: list[int]
     first_s: float
@@ -124,7 +133,8 @@ def _rows(case: GenerateCase, by_rank: list[list[GenerateOutcome]]) -> list[Meas
                 raise WrongResult(f"{one.schedule} on {case.label}: {differ}")
         if not one.error <= ALLOWED:
             raise WrongResult(f"{one.schedule} on {case.label}: a logit is off by {one.error:.3g} of the largest one")
-        (row,) = measurements(base._replace(schedule=one.schedule), [x.measured for x in outcomes], {}, machines)
+        measured = [outcome.measured for outcome in outcomes]
+        (row,) = measurements(base._replace(schedule=one.schedule), measured, {}, machines.ranks_per_node)
         held = max(outcome.held_bytes for outcome in outcomes)
         row = row._replace(tokens_per_s=1e3 / row.ms, held_bytes=held, error=one.error)
         if one.prefill_s is not None:
@@ -136,7 +146,7 @@ def _rows(case: GenerateCase, by_rank: list[list[GenerateOutcome]]) -> list[Meas
 
 def on_rank(case: GenerateCase, topology: str, meeting: Meeting) -> list[GenerateOutcome]:
     """One rank's part of a case: the outcomes of the contenders, on rank 0 the plain first."""
-    group, args = join(timeout_s=session.LIMIT_S), case.args
+    group, args = join(timeout_s=LIMIT_S), case.args
     rank, model = comm.group_rank(group), case.load()
     text = model.config.get_text_config(decoder=True)
     prompt = torch.randint(0, text.vocab_size, (1, case.seq_len), generator=torch.Generator().manual_seed(1))
@@ -146,11 +156,11 @@ def on_rank(case: GenerateCase, topology: str, meeting: Meeting) -> list[Generat
         outcomes.append(outcome)
     meeting.meet(rank)
     model.set_attn_implementation("tree")
-    config = TreeConfig(topology=topology, timeout_s=session.LIMIT_S)
+    config = TreeConfig(topology=topology, timeout_s=LIMIT_S)
     cache = TreeCache(model.config, cp_group=group, tree_config=config)
     contender = GenerateContender(case, group, meeting, rank, model, prompt, truth)
     if args.cache == "made-up":
-        cache.rows, prefill_s = [baseline.made_up_row(cache, model.config, case.seq_len - 1)], None
+        cache.rows, prefill_s = [made_up_row(cache, model.config, case.seq_len - 1)], None
     else:
         prefill_s = contender.prefill(Runner(model, cache, chunk_size=args.prefill_chunk))
     outcomes += [contender.outcome(schedule, cache, prefill_s) for schedule in args.schedules]
@@ -197,7 +207,7 @@ class GenerateContender(NamedTuple):
         sent, error = sum(x.bytes for x in log) / new_tokens, None
         if self.rank == 0:
             error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(result.logits, self.truth))
-        measured = Measured({"token": result.step_s}, {"token": sent}, network, peak.bytes, cpu=[cpu])
+        measured = RankTimes({"token": result.step_s}, {"token": sent}, network, peak.bytes, cpu=[cpu])
         tokens = result.tokens[0].tolist()
         return GenerateOutcome(schedule, measured, tokens, result.first_token_s, prefill_s, cache.nbytes, error)
 
@@ -206,11 +216,11 @@ def _plain(case: GenerateCase, model, prompt: torch.Tensor) -> tuple[GenerateOut
     """Transformers' own model and cache on one rank, while the others wait; also returns the logits."""
     args, start, prefill_s = case.args, time.monotonic(), None
     if args.cache == "made-up":
-        cache = baseline.made_up_plain(model.config, case.seq_len - 1)
+        cache = made_up_plain(model.config, case.seq_len - 1)
     else:
-        cache = baseline.plain_prefill(model, prompt[0, :-1], args.prefill_chunk)
+        cache = plain_prefill(model, prompt[0, :-1], args.prefill_chunk)
         prefill_s = time.monotonic() - start
-    attention, clock = model.config.get_text_config(decoder=True)._attn_implementation, baseline.TokenClock()
+    attention, clock = model.config.get_text_config(decoder=True)._attn_implementation, TokenClock()
     with PeakMemory() as peak:
         cpu = time.process_time()
         tokens, logits = models.plain_generate(
@@ -224,6 +234,6 @@ def _plain(case: GenerateCase, model, prompt: torch.Tensor) -> tuple[GenerateOut
         )
         cpu = (time.process_time() - cpu) / args.new_tokens
     first_s, *step_s = (after - before for before, after in itertools.pairwise(clock.times))
-    measured = Measured({"token": step_s}, {"token": 0}, None, peak.bytes, cpu=[cpu])
+    measured = RankTimes({"token": step_s}, {"token": 0}, None, peak.bytes, cpu=[cpu])
     nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     return GenerateOutcome("plain", measured, tokens[0].tolist(), first_s, prefill_s, nbytes, 0.0), logits

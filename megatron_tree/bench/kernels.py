@@ -17,13 +17,13 @@ import time
 
 import torch
 
+from ..calibrate.kernel_cases import DTYPES, KernelCase, KernelTiming, WrongResult, fastest_backends, time_case
 from ..files import whole_file
 from ..kernels import fastest
 from . import device_checks
-from .harness import DONE, FAILED, NotHere, Outcome, Task, run_tasks
-from .kernel_cases import CASES, DTYPES, KernelCase, KernelTiming, fastest_backends, time_case
 from .low_precision import DECODING, TRAINING, check_decoding, check_training
-from .results import Curve, Panel, Results, WrongResult, grouped
+from .results import Curve, Panel, Results, grouped
+from .tasks import DONE, FAILED, NotHere, Outcome, Task, run_tasks
 
 EXAMPLES = """\
 examples:
@@ -40,6 +40,32 @@ STAGES = {
     "ranks": "two ranks that share the device, over gloo",
     "graph": "steps of the cache's runner in a CUDA graph (GPU)",
     "offsets": "tensors of more than 2^31 elements",
+}
+CASES = {  # (training, decoding)
+    "cuda": (
+        [
+            *(KernelCase(kind, 1, 16384, 32, 8, d) for d in (128, 64) for kind in ("fwd", "bwd")),
+            *(KernelCase(kind, 2, 4096, 32, 32, 128) for kind in ("fwd", "bwd")),
+            KernelCase("fwd", 1, 8192, 16, 16, 256),
+        ],
+        [
+            *(KernelCase("decode", 1, s, 64, 8, 128) for s in (131072, 524288, 1048576)),
+            KernelCase("decode", 32, 8192, 32, 8, 128),
+            *(KernelCase("decode", 1, 524288, 64, 8, 128, cache) for cache in ("paged", "paged int8", "paged fp8")),
+            KernelCase("decode", 1, 524288, 64, 1, 576, "latent"),
+        ],
+    ),
+    "cpu": (
+        [KernelCase(kind, 1, 1024, 4, 2, 64) for kind in ("fwd", "bwd")],
+        [KernelCase("decode", 1, 16384, 8, 2, 64, cache) for cache in ("", "paged int8")],
+    ),
+    "interpreter": (
+        [KernelCase(kind, 1, 64, 2, 1, 16) for kind in ("fwd", "bwd")],
+        [
+            *(KernelCase("decode", 1, 128, 4, 2, 16, cache) for cache in ("", "paged int8")),
+            KernelCase("decode", 1, 128, 4, 1, 576, "latent"),
+        ],
+    ),
 }
 TINY_SMOKE = {"training": ("packed",), "decoding": ("int8", "latent")}
 COMPILE_S = 100.0  # at most, before the first case

@@ -18,12 +18,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
+from ..calibrate.kernel_cases import KernelCase, inputs, ours
 from ..kernels import backends
 from ..kernels.triton import host
-from .kernel_cases import KernelCase, inputs, ours
 from .low_precision import Decoding, Training, decoding_inputs, run_decoding, run_training, training_inputs
-from .measure import CORES
 from .race import CANDIDATES, pinned
+from .timing import CORES
 
 META = torch.device("meta")
 Launch = Callable[[], object]

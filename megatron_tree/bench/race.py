@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import contextlib
 
+from ..calibrate.kernel_cases import (
+    Emit,
+    KernelCase,
+    KernelTiming,
+    WrongResult,
+    clock,
+    device_works,
+    inputs,
+    ours,
+    truth_of,
+    verify,
+)
 from ..kernels.triton import configs, host
 from ..kernels.triton.configs import Tiles
-from .kernel_cases import Emit, KernelCase, KernelTiming, clock, device_works, inputs, ours, truth_of, verify
-from .results import WrongResult
 
 CANDIDATES = {
     "fwd": [Tiles(128, n, w, s) for n, w in ((128, 8), (64, 8), (32, 4)) for s in (2, 3)]

@@ -17,21 +17,22 @@ import torch
 from torch import Tensor
 
 from .. import comm
+from ..calibrate.kernel_cases import WrongResult
 from ..generation.requests import Request
 from ..generation.sampling import SamplingParams
 from ..generation.scheduler import Scheduler
 from ..integrations.transformers.attention import TreeCache
-from ..integrations.transformers.runner import CHUNK_SIZE, Runner
+from ..integrations.transformers.runner import Runner
 from ..units import parse_count
-from .measure import LocalRanks, Meeting, join
 from .model import add_model, check_model, load_model
-from .results import Curve, Panel, Results, WrongResult, metadata
+from .results import Curve, Panel, Results, metadata
+from .timing import LocalRanks, Meeting, join
 
 LIMIT_S = 3600.0
 EXAMPLES = """\
 examples:
   megatron-tree bench serve                                   50 requests of 32 tokens, on one rank
-  megatron-tree bench serve --ranks 2 --prefill-chunk 256     as `megatron-tree serve` runs prompts on two CPUs
+  megatron-tree bench serve --ranks 2
   megatron-tree bench serve --model smollm2 --requests 16
 """
 
@@ -65,8 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "drawn between these (default: 16 100)")  # fmt: skip
     add("--new-tokens", type=parse_count, default=32, help="of each answer (default: %(default)s)")
     add("--ranks", type=parse_count, default=1, help="processes of this machine for our scheduler (default: 1)")
-    add("--prefill-chunk", type=parse_count, default=CHUNK_SIZE, help="prompt tokens run between two steps (default: "
-        "%(default)s)")  # fmt: skip
     add("--turns", type=parse_count, default=5, help="timed, after one that is not (default: %(default)s)")
     add("--out", type=pathlib.Path, default=pathlib.Path("bench-results/serve"))
 
@@ -118,7 +117,7 @@ def on_rank(args, meeting: Meeting) -> tuple[list[Turn], list[Turn]]:
     model = load_model(args, most + args.new_tokens)
     prompts = _prompts(args, model.config.get_text_config(decoder=True).vocab_size)
     model.set_attn_implementation("tree")
-    runner = Runner(model, TreeCache(model.config, cp_group=group), chunk_size=args.prefill_chunk)
+    runner = Runner(model, TreeCache(model.config, cp_group=group))
     scheduler = Scheduler(runner, max_rows=args.requests, max_waiting=args.requests, end_tokens=())
     plain, ours = [], []
     for _ in range(1 + args.turns):

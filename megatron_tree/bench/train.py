@@ -12,21 +12,21 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .. import comm, energy, kernels
+from .. import energy, kernels
 from ..attention.functional import tree_attn_func
+from ..calibrate.kernel_cases import DTYPES, relative_error
 from ..config import AttnSpec, TreeConfig
 from ..duals import dual
 from ..kernels import reference
 from ..layout import Segment, shard_positions, shard_segments
 from ..plan import Shape, Topology, TrainingPlan, place, plan_training
 from ..plan.sizes import DUAL_PRODUCTS
-from . import runs, session
+from . import cases
 from .accelerator import attention_flops, visible_pairs
+from .cases import Bench, Case, Machines, Settings
 from .decode import uneven
-from .kernel_cases import DTYPES
-from .measure import Laps, relative_error, shared_tensor, time_together
 from .rivals import JVP, TRAIN, no_torch_ring
-from .runs import Case, Machines, Settings
+from .timing import Laps, shared_tensor, time_together
 
 PINS: dict[str, Callable[[Machines], dict]] = {
     "ring": lambda m: dict(schedule="ring"),
@@ -49,7 +49,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    runs.add_arguments(parser, "train", (*PINS, *TRAIN, *JVP))
+    cases.add_arguments(parser, "train", (*PINS, *TRAIN, *JVP))
     parser.add_argument("--pass", dest="passes", choices=("training", "jvp"), default="training", help="training: "
         "forward and backward (default); jvp: a forward with tangents")  # fmt: skip
 
@@ -57,9 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Check, time, print and write CSV, JSON and PNG into args.out. Raises `WrongResult` before any speed is shown."""
     if args.passes == "jvp":
-        session.run(args, "train --pass jvp", JvpBench)
+        cases.run(args, "train --pass jvp", JvpBench)
     else:
-        session.run(args, "train", TrainBench)
+        cases.run(args, "train", TrainBench)
 
 
 class Whole:
@@ -69,8 +69,7 @@ class Whole:
     """Whose heads they have: q, k, v, dout; out, dq, dk, dv."""
 
     def __init__(self, case: Case):
-        rows = case.batch, case.seq_len
-        shapes = {x: (*rows, h, case.head_dim) for x, h in zip("qk", (case.num_heads, case.num_heads_kv))}
+        shapes = {x: (1, case.seq_len, h, case.head_dim) for x, h in zip("qk", (case.num_heads, case.num_heads_kv))}
         self.inputs = [shared_tensor(shapes[x], DTYPES[case.dtype]) for x in self.inputs_of]
         self.truth = [shared_tensor(shapes[x], torch.float64) for x in self.results_of]
 
@@ -100,18 +99,17 @@ class Whole:
         return out, *reference.attn_bwd(dout, q, k, v, lse, delta, **block)
 
 
-class TrainBench:
-    """Training for `session`. Constructed on every rank with its share of the inputs and of the truth."""
+class TrainBench(Bench):
+    """A forward and a backward, on this rank's share of the inputs."""
 
     shared = Whole
     ours = tuple(PINS)
     rivals = TRAIN
     missing = staticmethod(no_torch_ring)
 
-    def __init__(self, case: Case, settings: Settings, topology: str, group, meeting, whole: Whole):
-        self.group, self.meeting, self.rank, self.settings = group, meeting, comm.group_rank(group), settings
-        self.spec = AttnSpec(softmax_scale=case.head_dim**-0.5)
-        self.topology, self.machines, world = topology, case.machines, case.machines.ranks
+    def __init__(self, case: Case, how: Settings, group, meeting, topology: str, whole: Whole):
+        super().__init__(case, how, group, meeting)
+        self.topology, world = topology, case.machines.ranks
         rows = shard_positions(case.seq_len, self.rank, world)
         whole.draw(rows, self.rank, world)
         meeting.meet(self.rank)
@@ -122,11 +120,10 @@ class TrainBench:
         self.truth = [x[:, rows] for x in whole.truth]
         local = shard_segments(case.seq_len, self.rank, world)
         self.segments = dict(q_segments=local, k_segments=local)
-        self.allowed = session.ALLOWED[self.q.dtype]
 
     def attend(self, contender: str, *qkv: Tensor) -> Tensor:
         """out of one of `ours`."""
-        config = TreeConfig(topology=self.topology, tune=False, **PINS[contender](self.machines))
+        config = TreeConfig(topology=self.topology, tune=False, **PINS[contender](self.case.machines))
         return tree_attn_func(*qkv, cp_group=self.group, config=config)
 
     def step(self, contender: str, laps: Laps) -> tuple[Tensor, ...]:
@@ -149,9 +146,9 @@ class TrainBench:
 
     def local_seconds(self) -> float:
         """A rank's compute alone: p pairs of shares of equal cost. With real kernels one pair is measured."""
-        p = comm.group_size(self.group)
-        if self.settings.compute == "modelled":
-            return p * self.pair_flops() / self.settings.speed.flops
+        p = self.case.machines.ranks
+        if self.how.compute == "modelled":
+            return p * self.pair_flops() / self.how.speed.flops
         return p * time_together(self.pair, self.meeting, self.rank)
 
     def pair_flops(self, names: Iterable[str] = ("attn_fwd", "attn_bwd")) -> float:
@@ -184,15 +181,15 @@ class TrainBench:
         return {"forward": plan.forward, "backward": plan.backward}
 
     @staticmethod
-    def limits(case: Case, settings: Settings, local_s: float) -> dict[str, float]:
+    def limits(case: Case, how: Settings, local_s: float) -> dict[str, float]:
         """Seconds of a lower bound, and of a ring whose links are always busy."""
         bounds = {"local attention alone": local_s}
         if case.machines.nodes > 1:
             p = case.machines.ranks
             forward_s, backward_s = (local_s / p * part / 7 for part in (2, 5))  # by the matrix products of each pass
-            shift_s = settings.latency_s + case.kv_bytes * 8 / settings.rate_bits
+            shift_s = how.latency_s + case.kv_bytes * 8 / how.rate_bits
             forward_s += (p - 1) * max(forward_s, shift_s)
-            backward_s += (p - 1) * max(backward_s, 2 * shift_s - settings.latency_s) + shift_s
+            backward_s += (p - 1) * max(backward_s, 2 * shift_s - how.latency_s) + shift_s
             bounds["ring at line rate"] = forward_s + backward_s
         return bounds
 
@@ -215,7 +212,7 @@ class WholeWithTangents(Whole):
 
 
 class JvpBench(TrainBench):
-    """Forwards with tangents for `session`."""
+    """A forward with tangents."""
 
     shared = WholeWithTangents
     rivals = JVP
@@ -249,18 +246,18 @@ class JvpBench(TrainBench):
         return {"jvp": _plan(case, topology, contender, with_lse=True, dual=True).forward}
 
     @staticmethod
-    def limits(case: Case, settings: Settings, local_s: float) -> dict[str, float]:
+    def limits(case: Case, how: Settings, local_s: float) -> dict[str, float]:
         bounds = {"local attention alone": local_s}
         if case.machines.nodes > 1:
             p = case.machines.ranks
-            shift_s = settings.latency_s + 2 * case.kv_bytes * 8 / settings.rate_bits
+            shift_s = how.latency_s + 2 * case.kv_bytes * 8 / how.rate_bits
             bounds["ring at line rate"] = local_s / p + (p - 1) * max(local_s / p, shift_s)
         return bounds
 
 
 def _plan(case: Case, topology: Topology, contender: str, **derivatives: bool) -> TrainingPlan:
     shape = Shape(case.num_heads, case.num_heads_kv, case.head_dim, case.head_dim)
-    call = dict(batch=case.batch, seq_len=case.seq_len, bytes_per_word=DTYPES[case.dtype].itemsize)
+    call = dict(batch=1, seq_len=case.seq_len, bytes_per_word=DTYPES[case.dtype].itemsize)
     where = dict(topology=topology, placement=place(topology, case.machines.hosts))
     pins = PINS[contender](case.machines)
     return plan_training(case.machines.ranks, shape, **call, **where, **derivatives, **pins)

@@ -25,7 +25,7 @@ _SMALL_STATE, _LARGE_SHARE = 1 << 13, 1 << 20  # bytes per rank: a decode state;
 
 
 @dataclass(frozen=True)
-class Found:
+class Calibration:
     """The result of a calibration."""
 
     topology: Topology
@@ -41,7 +41,7 @@ def calibrate(
     flops: float | None = None,
     timeout_s: float = 300.0,
     say: Callable[[str], None] = lambda line: None,
-) -> Found:
+) -> Calibration:
     """Measure the ranks of the default group. Collective; every rank gets the same result.
 
     Args:
@@ -95,7 +95,7 @@ def calibrate(
         flops=flops,
         transport=transport,
     )
-    return Found(topology, tuple(table))
+    return Calibration(topology, tuple(table))
 
 
 def _measure_levels(links: Links, hosts: list[list[int]], say) -> tuple[list[Level], float, list[tuple[str, str]]]:

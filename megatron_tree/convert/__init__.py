@@ -1,4 +1,4 @@
 """Weights of Hugging Face models in and out of checkpoints of Megatron's GPTModel: `megatron-tree convert`.
 
-`families` translates a model's configuration, `weights` the tensors, `checkpoints` reads and writes both formats.
+`options` translates a model's configuration, `weights` the tensors, `checkpoints` reads and writes both formats.
 """

@@ -19,15 +19,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from ..files import whole_folder, writing
 from ..integrations.megatron.cpu import megatron_on_cpu
 from ..integrations.transformers.models import model_folder
-from ..training.arguments import build_parser
-from ..training.checkpoint import load_weights, model_state, read_common, start_writing, write_state
-from ..training.checkpoint_files import checkpoint_folder, finish, newest
-from ..training.checkpoint_safety import check_index
+from ..training.arguments import build_parser, complete
+from ..training.checkpoint import (
+    check_index,
+    checkpoint_folder,
+    finish,
+    load_weights,
+    model_state,
+    newest,
+    read_common,
+    start_writing,
+    write_state,
+)
 from ..training.data import EOD, TOKENIZER_FILES, open_tokenizer
 from ..training.model import build_model, start_model_parallel
-from ..training.model_options import complete
-from .families import config_of, options_of
-from .megatron_lm import VOCABULARY, megatron_lm_options, options_of_megatron_lm
+from .options import VOCABULARY, config_of, megatron_lm_options, options_of, options_of_megatron_lm
 from .weights import fill, tensors_of
 
 TOKENIZER = "tokenizer"

@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+from ..launching import new_parser
+
 EXAMPLES = """\
 examples:
   megatron-tree convert to-megatron path/to/SmolLM2-135M runs/smollm2
@@ -22,12 +24,7 @@ they are equal bit for bit. It runs in one process on the CPU; memory: twice the
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="megatron-tree convert",
-        description="Convert weights between Hugging Face models and checkpoints of Megatron's GPTModel.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("megatron-tree convert", __doc__, EXAMPLES, config=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="{to-megatron,to-huggingface}")
     command = commands.add_parser("to-megatron", help="a Transformers model folder -> a checkpoint of weights")
     command.add_argument("model", help="folder with config.json and weights, or smollm2")

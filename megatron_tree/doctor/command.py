@@ -6,10 +6,10 @@ import argparse
 import sys
 
 from ..config import CP_COMM_TYPES
+from ..launching import new_parser
 from ..plan import check_heads
 from ..units import parse_count
-from . import configuration, machine
-from .findings import as_text, missing
+from . import findings
 
 EXAMPLES = """\
 examples:
@@ -28,32 +28,27 @@ def main(argv: list[str]) -> int:
     args.kv_heads = args.kv_heads or args.heads
     try:
         check_heads(args.heads, args.kv_heads, args.tp)
-        sections = [machine.packages(args.purpose), machine.devices(), machine.network(args.cp * args.tp)]
+        sections = [findings.packages(args.purpose), findings.devices(), findings.network(args.cp * args.tp)]
         if args.purpose == "megatron":
-            sections.append(configuration.megatron(args.cp, args.cp_comm_type))
-        sections.append(configuration.kernels(args))
+            sections.append(findings.megatron(args.cp, args.cp_comm_type))
+        sections.append(findings.kernels(args))
     except (ValueError, OSError) as error:
         print(f"doctor: {error}", file=sys.stderr)
         return 2
-    print(as_text(sections))
-    return 1 if missing(sections) else 0
+    print(findings.as_text(sections))
+    return 1 if findings.missing(sections) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megatron-tree doctor",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("megatron-tree doctor", __doc__, EXAMPLES, config=False)
     add = parser.add_argument
-    add("--for", dest="purpose", choices=machine.NEEDED, default="megatron", help="the framework (default megatron)")
+    add("--for", dest="purpose", choices=findings.NEEDED, default="megatron", help="the framework (default megatron)")
     add = parser.add_argument_group("the configuration").add_argument
     add("--cp", type=parse_count, default=8, help="context-parallel ranks (default 8)")
     add("--tp", type=parse_count, default=1, help="tensor-parallel ranks (default 1)")
     add("--heads", type=parse_count, default=32, help="query heads of the model (default 32)")
     add("--kv-heads", type=parse_count, help="KV heads of the model (default: as many as query heads)")
     add("--head-dim", type=parse_count, default=128, help="(default 128)")
-    add("--dtype", choices=configuration.DTYPES, default="bf16", help="of q, k and v (default bf16)")
+    add("--dtype", choices=findings.DTYPES, default="bf16", help="of q, k and v (default bf16)")
     add("--cp-comm-type", choices=CP_COMM_TYPES, default="tree", help="Megatron's option (default tree)")
     return parser

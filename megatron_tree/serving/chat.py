@@ -1,9 +1,15 @@
-"""The command chat on one rank: rank 0 reads messages and announces what to do; all ranks answer together."""
+"""The command chat on one rank: rank 0 reads messages from a terminal, which can also stop an answer, from a file or a
+pipe, and announces what to do; all ranks answer together."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import select
+import signal
 import sys
+import termios
 from argparse import Namespace
 from pathlib import Path
 
@@ -13,14 +19,13 @@ from ..files import NotWritten, whole_file
 from ..generation.conversation import Answer, Conversation
 from ..generation.sampling import SamplingParams
 from .arguments import sampling_params
-from .report import progress_bar
-from .start import Started, start
-from .terminal import Lines, NoInput, open_input
-from .transcript import Transcript
+from .generate import progress_bar
+from .start import Worker, start
 
 HEARTBEAT_S = 10.0  # between heartbeats of rank 0 while it waits for input
 SHORT = 256  # up to this many new tokens no progress is shown
 COMMANDS = "/file PATH, /save PATH, /reset, /quit"
+CTRL_C, CTRL_D = "\x03", "\x04"
 
 
 def run(args: Namespace) -> None:
@@ -31,7 +36,7 @@ def run(args: Namespace) -> None:
         _run(args, params, ready)
 
 
-def _run(args: Namespace, params: SamplingParams, ready: Started) -> None:
+def _run(args: Namespace, params: SamplingParams, ready: Worker) -> None:
     conversation = ready.conversation()
     if ready.rank != 0:
         try:
@@ -175,3 +180,159 @@ def _footer(answer: Answer) -> str:
     if answer.step_s:
         text += f"; {len(answer.tokens)} new, {len(answer.step_s) / sum(answer.step_s):.1f} tokens/s"
     return f"\n[{text}{ended}]"
+
+
+class NoInput(ValueError):
+    """There is no input to read from."""
+
+
+class Lines:
+    """Lines of an open file descriptor, read without blocking for long."""
+
+    prompt = ""
+
+    def __init__(self, fd: int):
+        self._fd, self._rest, self._ended = fd, b"", False
+
+    def read(self, wait_s: float) -> str | None:
+        """The next line, without its end; None when none has come after wait_s seconds. EOFError at the end."""
+        while b"\n" not in self._rest and not self._ended:
+            if not select.select([self._fd], [], [], wait_s)[0]:
+                return None
+            data = os.read(self._fd, 1 << 16)
+            self._rest, self._ended = self._rest + data, not data
+        line, end, self._rest = self._rest.partition(b"\n")
+        if not end and not line:
+            raise EOFError
+        return line.decode(errors="replace").rstrip("\r")
+
+    def interrupted(self) -> bool:
+        """Whether the user wants to stop the answer."""
+        return False
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Terminal(Lines):
+    """The terminal that this process was started from.
+
+    A launcher is between the two. deepspeed passes its standard input on and kills all ranks at Ctrl-C;
+    launch/deepspeed_local.sh runs them in the background, without standard input. So rank 0 opens the terminal itself,
+    makes its process group the foreground, and receives Ctrl-C as a character, not as a signal, until it closes it.
+    """
+
+    prompt = "\n> "
+
+    def __init__(self):
+        try:
+            super().__init__(os.open("/dev/tty", os.O_RDWR | os.O_CLOEXEC))
+        except OSError as error:
+            raise NoInput(
+                f"there is no terminal to chat in ({error.strerror}), and standard input is empty: pass --input FILE "
+                "with a message a line, or start it from a terminal"
+            ) from None
+        self._background = signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a background group may take the front then
+        self._front, self._modes = os.tcgetpgrp(self._fd), termios.tcgetattr(self._fd)
+        os.tcsetpgrp(self._fd, os.getpgrp())
+        self._set(lines=True)
+
+    def _set(self, *, lines: bool) -> None:
+        """Whole lines with echo, which Ctrl-C ends, too; or single characters without."""
+        modes = termios.tcgetattr(self._fd)
+        modes[3] &= ~termios.ISIG
+        modes[3] = modes[3] | termios.ICANON | termios.ECHO if lines else modes[3] & ~(termios.ICANON | termios.ECHO)
+        modes[6] = list(modes[6])
+        if lines:
+            modes[6][termios.VEOL] = CTRL_C.encode()
+        else:
+            modes[6][termios.VMIN], modes[6][termios.VTIME] = 1, 0
+        termios.tcsetattr(self._fd, termios.TCSANOW, modes)
+
+    def read(self, wait_s: float) -> str | None:
+        """As `Lines.read`; what Ctrl-C ends is an empty line."""
+        self._set(lines=True)
+        if not select.select([self._fd], [], [], wait_s)[0]:
+            return None
+        line = os.read(self._fd, 1 << 16).decode(errors="replace")
+        if not line:
+            raise EOFError
+        return "" if CTRL_C in line else line.rstrip("\r\n")
+
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C was pressed since; other keys are dropped."""
+        self._set(lines=False)
+        keys = ""
+        while select.select([self._fd], [], [], 0)[0]:
+            data = os.read(self._fd, 1 << 16).decode(errors="replace")
+            if not data:
+                break
+            keys += data
+        return CTRL_C in keys
+
+    def close(self) -> None:
+        """Restore the terminal."""
+        with contextlib.suppress(OSError, termios.error):
+            termios.tcsetattr(self._fd, termios.TCSANOW, self._modes)
+            os.tcsetpgrp(self._fd, self._front)
+        signal.signal(signal.SIGTTOU, self._background)
+        super().close()
+
+
+def open_input(path: str | None) -> Lines:
+    """What to read messages from: a file, or else a pipe on standard input, or else the terminal.
+
+    Raises: `NoInput`. OSError for a file that can't be read.
+    """
+    if path is not None:
+        return Lines(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+    if not os.isatty(0) and not os.path.samestat(os.fstat(0), os.stat(os.devnull)):
+        return Lines(os.dup(0))
+    sys.stdout.flush()
+    return Terminal()
+
+
+class Transcript:
+    """Messages, and the tokens of the whole conversation so far.
+
+    An answer keeps the tokens that the model generated; only what the chat template appends is tokenized. If the
+    template changes earlier turns, the whole conversation is tokenized again.
+
+    end_tokens: the model's. system: a message before all others.
+    Raises: ValueError for a tokenizer without a chat template.
+    """
+
+    def __init__(self, tokenizer, end_tokens, system: str | None = None):
+        if not tokenizer.chat_template:
+            raise ValueError("the model's tokenizer has no chat template: ask it through megatron-tree generate")
+        self._tokenizer, self._end_tokens = tokenizer, frozenset(end_tokens)
+        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages: list[dict[str, str]] = list(self._system)
+        self._tokens: list[int] = []  # of the conversation, the last answer included
+        self._text = ""  # the same as the template writes it, as far as it is in the tokens
+
+    def ask(self, message: str) -> list[int]:
+        """The tokens of the conversation with this message, up to where its answer begins; see `answered`."""
+        messages = [*self.messages, {"role": "user", "content": message}]
+        text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        if self._text and text.startswith(self._text):
+            tokens = self._tokens + self._encode(text[len(self._text) :])
+        else:
+            tokens = self._encode(text)
+        self._asked = messages, text, tokens
+        return tokens
+
+    def answered(self, answer: str, tokens: list[int]) -> None:
+        """Note the answer to the last message: its text and the tokens that the model wrote."""
+        messages, text, prompt = self._asked
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        self._tokens, self._text = prompt + tokens, text + answer
+        if tokens and tokens[-1] in self._end_tokens:
+            self._text += self._tokenizer.decode(tokens[-1:], skip_special_tokens=False)
+
+    def _encode(self, text: str) -> list[int]:
+        """The template writes special tokens itself."""
+        return list(self._tokenizer(text, add_special_tokens=False).input_ids)

@@ -26,9 +26,8 @@ def chat(argv: list[str]) -> int:
     from .arguments import build_chat_parser, check_chat_arguments
 
     def load():
-        from .chat import run
+        from .chat import NoInput, run
         from .start import StartError
-        from .terminal import NoInput
 
         return run, (NoInput, StartError)
 

@@ -5,26 +5,33 @@ from __future__ import annotations
 import functools
 import json
 import os
+import statistics
+import sys
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from .. import comm
 from ..comm.wire import share, share_all
 from ..files import whole_file
 from ..generation.conversation import Answer
+from ..generation.speculation import Speculated
 from ..integrations.transformers import models
 from ..integrations.transformers.generation import check_length
 from ..launching import hold_log
 from .arguments import sampling_params
 from .batch import BatchOptions, run_batch
 from .images import ImageFile, ImagePrompts
-from .report import memory_table, progress_bar, speculation_text, time_figures, time_table
-from .start import WAIT_HOURS, Started, start
-from .transcript import chat_text
+from .messages import chat_text
+from .start import WAIT_HOURS, Worker, start
+
+LOG_INTERVAL_S = 10.0  # between lines of progress in a log file
 
 
 class CheckError(RuntimeError):
@@ -47,7 +54,7 @@ def run(args: Namespace) -> None:
         (_run_file if of_file else _run_one)(args, ready)
 
 
-def _run_file(args: Namespace, ready: Started) -> None:
+def _run_file(args: Namespace, ready: Worker) -> None:
     """Answers of a file of prompts."""
     engine = ready.engine
     scheduler = ready.scheduler(engine.new_runner(), max_rows=args.max_rows, max_waiting=2 * args.max_rows)
@@ -94,7 +101,7 @@ def _with_images(args: Namespace, tokenizer, config) -> tuple[torch.Tensor, dict
     return torch.tensor([tokens]), images
 
 
-def _run_one(args: Namespace, ready: Started) -> None:
+def _run_one(args: Namespace, ready: Worker) -> None:
     """The answer to one question about a text."""
     rank, engine, (prompt, images) = ready.rank, ready.engine, ready.prepared
     say = print if rank == 0 else lambda *_, **__: None
@@ -133,7 +140,7 @@ def _run_one(args: Namespace, ready: Started) -> None:
     dist.barrier(group=ready.ranks.group)
 
 
-def _check(args: Namespace, ready: Started, result: Answer, figures: dict) -> None:
+def _check(args: Namespace, ready: Worker, result: Answer, figures: dict) -> None:
     """Compare with the plain model, which rank 0 runs on all cores while the others wait for its verdict."""
     verdict, ranks = None, comm.Ranks.of(ready.ranks.group, limit_s=3600.0 * WAIT_HOURS)
     if ready.rank == 0:
@@ -178,3 +185,76 @@ def _compare(result: Answer, tokens, logits, tokenizer, figures: dict, seconds: 
     for name, answer in (("sharded", result.tokens), ("plain", plain)):
         print(f"check: {name:>8}: {answer}\n{tokenizer.decode(answer)!r}", flush=True)
     return f"token {same} of the answer differs from the plain model's (largest logit difference {difference:.2e})"
+
+
+def progress_bar(what: str) -> Callable[[int, int], None]:
+    """Called as show(done, total), shows progress on stderr: a bar on a terminal, elsewhere a line now and then."""
+    bar = None
+
+    def show(done: int, total: int) -> None:
+        nonlocal bar
+        if bar is None:
+            style = {"dynamic_ncols": True, "leave": False}
+            if not sys.stderr.isatty():
+                style = {"bar_format": "{desc}: {n_fmt} of {total_fmt}", "mininterval": LOG_INTERVAL_S}
+            bar = tqdm(desc=what, total=total, file=sys.stderr, **style)
+        bar.update(done - bar.n)
+        if done == total:
+            bar.close()
+
+    return show
+
+
+def memory_table(ranks: list[dict[str, Any]], model_bytes: int) -> str:
+    """What every rank holds of the cache and of a model of model_bytes; `ranks` has one entry for each rank."""
+    whole = sum(r["cache_bytes"] for r in ranks)
+    lines = [
+        f"{'rank':>6} {'cached tokens':>14} {'cache bytes':>14} {'of the whole':>13} {'weight bytes':>15} "
+        f"{'of the whole':>13} {'prefill':>10}"
+    ]
+    for r in ranks:
+        lines.append(
+            f"{r['rank']:>6} {r['cached_tokens']:>14,} {r['cache_bytes']:>14,} {r['cache_bytes'] / whole:>12.1%} "
+            f"{r['weight_bytes']:>15,} {r['weight_bytes'] / model_bytes:>13.1%} {r['prefill_s']:>8.2f} s"
+        )
+    return "\n".join(lines)
+
+
+def time_table(figures: dict[str, Any]) -> str:
+    """The times of one generation; `figures` as from `time_figures`."""
+    steps, speculation = figures["new_tokens"] - 1, figures.get("speculation")
+    prompt, seconds = figures["prompt_tokens"], figures["prefill_s"]
+    lines = [
+        f"prompt               {prompt:,} tokens",
+        f"prefill              {seconds:.2f} s ({prompt / seconds:,.0f} tokens/s)",
+        f"time to first token  {figures['first_token_s']:.2f} s",
+    ]
+    if steps:
+        median, longest = 1e3 * figures["token_median_s"], 1e3 * figures["token_max_s"]
+        lines.append(
+            f"per token            {median:.1f} ms median, {longest:.1f} ms at most "
+            f"({speculation['steps'] if speculation else steps} steps)"
+        )
+    if speculation:
+        lines.append(f"speculation          {speculation_text(Speculated(**speculation))}")
+    return "\n".join(lines)
+
+
+def speculation_text(numbers: Speculated) -> str:
+    """What speculation came to, in a line."""
+    each = (numbers.steps + numbers.accepted) / max(numbers.steps, 1)
+    return f"{numbers.accepted:,} of {numbers.drafted:,} drafted tokens were right, {each:.2f} tokens per step"
+
+
+def time_figures(result) -> dict[str, Any]:
+    """Sizes and times of an `Answer`, ready for JSON."""
+    steps = result.step_s
+    return {
+        "prompt_tokens": result.prompt_tokens,
+        "new_tokens": len(result.tokens),
+        "prefill_s": result.prefill_s,
+        "first_token_s": result.first_token_s,
+        "token_median_s": statistics.median(steps) if steps else None,
+        "token_max_s": max(steps) if steps else None,
+        "token_s": steps,
+    }

@@ -72,11 +72,11 @@ class ImagePrompts:
             )
         pictures = list(map(_decoded, pictures))
         try:
-            made = self._processor(text=[text], images=pictures, return_tensors="pt", add_special_tokens=False)
+            fields = self._processor(text=[text], images=pictures, return_tensors="pt", add_special_tokens=False)
         except Exception as error:  # each processor has errors of its own
             raise ValueError(f"the model's processor refuses them: {error}") from error
-        made = {name: x for name, x in made.items() if isinstance(x, Tensor)}
-        return made.pop("input_ids")[0].tolist(), {name: x for name, x in made.items() if name != "attention_mask"}
+        fields = {name: x for name, x in fields.items() if isinstance(x, Tensor)}
+        return fields.pop("input_ids")[0].tolist(), {name: x for name, x in fields.items() if name != "attention_mask"}
 
 
 def _opened(file: ImageFile):

@@ -7,12 +7,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from ..files import check_text
 from ..generation.sampling import Strict
 
 # Fields of messages and their parts that clients send back or add, and that no template reads
 IGNORED = frozenset({"annotations", "cache_control", "provider_specific_fields"})
 MAX_PARTS = 1024  # of a message
 MAX_CALLS = 512
+MOST_VALUES = 100_000  # that a template may have to walk through: a second
 
 
 class Lenient(Strict):
@@ -128,3 +130,30 @@ class ChatMessage(Lenient):
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message
+
+
+def chat_text(tokenizer, messages: list[dict[str, Any]], /, **options) -> str:
+    """The text that the model's chat template makes of messages, up to where the answer begins.
+
+    options: for the template, such as tools.
+    Raises: ValueError for invalid Unicode, for too many values, and for whatever the template, code that comes with the
+        model, refuses.
+    """
+    options = {"add_generation_prompt": True, **options}
+    waiting, seen = [messages, options], 0
+    while waiting:
+        value, seen = waiting.pop(), seen + 1
+        if seen + len(waiting) > MOST_VALUES:
+            raise ValueError(f"messages: they, tools and options have more than {MOST_VALUES:,} values: send fewer")
+        check_text("messages", value)
+        if isinstance(value, dict | list):
+            waiting += [*value, *value.values()] if isinstance(value, dict) else value
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except Exception as error:  # each template has errors of its own
+        raise ValueError(f"messages: the model's chat template refuses them: {error}") from error
+
+
+def chat_tokens(tokenizer, messages: list[dict[str, Any]], /, **options) -> list[int]:
+    """The tokens of `chat_text`: the template writes special tokens itself."""
+    return list(tokenizer(chat_text(tokenizer, messages, **options), add_special_tokens=False).input_ids)

@@ -34,7 +34,7 @@ class StartError(ValueError):
     """What was asked for can't be run; the text says why."""
 
 
-class Started(NamedTuple):
+class Worker(NamedTuple):
     """This rank, ready to generate."""
 
     rank: int
@@ -81,7 +81,7 @@ def _served_chunk(device: torch.device, ranks: int) -> int:
     return ranks * (128 if device.type == "cpu" else 1024)
 
 
-def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
+def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Worker:
     """Start this rank; collective over all ranks.
 
     prepare(tokenizer, config) is called on every rank before the weights are loaded; it may raise ValueError.
@@ -93,7 +93,7 @@ def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
         raise StartError(str(error)) from error
 
 
-def _start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
+def _start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Worker:
     tree_config = replace(default_config(), timeout_s=60 * args.distributed_timeout_minutes)
     check_launched()
     device = start_on_own_device(tree_config.timeout_s)
@@ -139,4 +139,4 @@ def _start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Started:
             flush=True,
         )
     ends = _end_tokens(engine.module.generation_config.eos_token_id, tokenizer.eos_token_id)
-    return Started(rank, device, ranks, folder, tokenizer, engine, dtype, ends, prepared, args.num_speculative_tokens)
+    return Worker(rank, device, ranks, folder, tokenizer, engine, dtype, ends, prepared, args.num_speculative_tokens)

@@ -8,8 +8,7 @@ from ..launching import run_script
 def train(argv: list[str]) -> int:
     """Train a GPT with Megatron-core. Returns the exit status."""
     from ..comm.rendezvous import check_launched
-    from .arguments import build_parser, check_arguments
-    from .model_options import complete
+    from .arguments import build_parser, check_arguments, complete
 
     def check(args, world_size):
         check_launched()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 pytest.importorskip("transformers")
 
 from megatron_tree import CommError, TreeConfig, comm
-from megatron_tree.bench.step_runner import VOCAB, SmallRunner
+from megatron_tree.bench.device_checks import VOCAB, SmallRunner
 from megatron_tree.cache import graph
 from megatron_tree.cache.graph import check_runner
 from megatron_tree.integrations.transformers.attention import TreeCache

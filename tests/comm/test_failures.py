@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 import megatron_tree
 from megatron_tree import CommError, TreeConfig, comm, tree_attn_func
-from megatron_tree.training.checkpoint_files import TRACKER
 from support.bound import bound
 from support.failing_ranks import (
     HOWS,
@@ -130,6 +129,8 @@ def _saves(rank, world, how, victim, folder):
 def test_a_save_of_training_is_named(how, victim, tmp_path):
     """Survivors of a save say who was lost in which save, in time, and the checkpoint before is in force."""
     pytest.importorskip("megatron.core", reason="saves are Megatron's")
+    from megatron_tree.training.checkpoint import TRACKER
+
     write_text(tmp_path / "text")
     lost = (victim,) if how.startswith("SIG") else ()
     outcomes = run_to_the_end(_saves, 4, how, victim, tmp_path, victims=lost, limit=SAVE_LIMIT)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import CommError, TreeConfig, comm, tree_decode
-from megatron_tree.bench.step_runner import SmallRunner
+from megatron_tree.bench.device_checks import SmallRunner
 from megatron_tree.comm import shared, wire
 from megatron_tree.comm.group import GroupState
 from megatron_tree.energy import merge_by_energy

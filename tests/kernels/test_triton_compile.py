@@ -21,7 +21,7 @@ HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]  # of q and k, of v
 COUNT_COMPILATIONS = """
 import json, sys, torch, triton
 from triton.backends.compiler import GPUTarget
-from megatron_tree.bench.kernel_cases import KernelCase, inputs, ours
+from megatron_tree.calibrate.kernel_cases import KernelCase, inputs, ours
 from megatron_tree.bench.precompile import Machine, compile_only
 from megatron_tree.config import AttnSpec, Dropout
 from megatron_tree.kernels import KVCache, backends
@@ -54,10 +54,11 @@ print(counts)
 
 
 ALL_LAUNCHES = """
-from megatron_tree.bench import kernel_cases, low_precision, precompile
+from megatron_tree.bench import kernels as bench_kernels
+from megatron_tree.bench import low_precision, precompile
 triton.JITFunction.run = lambda self, *args, **kwargs: compiled.append(self.__name__)
 cases = [*low_precision.TRAINING.values(), *low_precision.DECODING.values()]
-training, decoding = kernel_cases.CASES["cuda"]
+training, decoding = bench_kernels.CASES["cuda"]
 cases += training + decoding
 launches = precompile.launches(cases, torch.bfloat16)
 launches += precompile.race_launches(training[:2], torch.bfloat16)

@@ -14,9 +14,7 @@ pytest.importorskip("transformers")
 
 from megatron_tree.generation.conversation import Conversation
 from megatron_tree.generation.sampling import SamplingParams
-from megatron_tree.serving.chat import Chat, follow
-from megatron_tree.serving.terminal import Lines, open_input
-from megatron_tree.serving.transcript import Transcript
+from megatron_tree.serving.chat import Chat, Lines, Transcript, follow, open_input
 from support.hf_models import prompt, tiny_model
 from support.http_server import byte_model, byte_tokenizer
 from support.plain_runner import PlainRunner

@@ -16,7 +16,7 @@ pytest.importorskip("uvicorn")
 
 import h11
 
-from megatron_tree.serving.http import errors, responses_request
+from megatron_tree.serving.http import errors, responses
 from megatron_tree.serving.http.app import create_app
 from megatron_tree.serving.http.protocol import IGNORED, REFUSED, ChatRequest, CompletionRequest
 from support.damage import chances, damaged, examples
@@ -26,7 +26,7 @@ RESPONSE = {"model": NAME, "input": "a", "max_output_tokens": 2, "temperature": 
 BODIES = {
     "/v1/completions": (COMPLETION, CompletionRequest.model_fields),
     "/v1/chat/completions": (CHAT, ChatRequest.model_fields),
-    responses_request.PATH: (RESPONSE, responses_request.TRANSLATED | {*responses_request.REFUSED}),
+    responses.PATH: (RESPONSE, responses.TRANSLATED | {*responses.REFUSED}),
 }
 ROUTES = ["/", "/v1/models/\udcff", "/v1/models/../x", "//v1", "/v1/completions/", "/v1/chat", "/health"]
 LIMIT_S = 60

@@ -21,9 +21,9 @@ pytest.importorskip("PIL", reason="Pillow reads images")
 import transformers
 from megatron_tree import log
 from megatron_tree.serving import images
-from megatron_tree.serving.http import connections, errors
+from megatron_tree.serving.http import errors, guard
 from megatron_tree.serving.http import server as http_server
-from megatron_tree.serving.http.connections import TimedProtocol
+from megatron_tree.serving.http.guard import TimedProtocol
 from megatron_tree.serving.http.prompts import Prompts
 from megatron_tree.serving.images import ImagePrompts
 from support.hostile import (
@@ -125,7 +125,7 @@ def test_a_client_that_reads_slowly_is_waited_for():
 
 
 def test_a_request_that_comes_while_the_server_ends_gets_a_503(monkeypatch):
-    monkeypatch.setattr(connections, "LINGER_S", 300.0)
+    monkeypatch.setattr(guard, "LINGER_S", 300.0)
     monkeypatch.setattr(http_server, "FLUSH_S", 30.0)
     with serving(byte_model(), byte_tokenizer()) as server, connected(server.url) as before:
         assert ask(server.url, "/health", None)[0] == 200  # so the one before it is accepted

@@ -27,7 +27,7 @@ from megatron_tree.generation.requests import Request
 from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.integrations.transformers.models import load_config, load_model, takes_images
 from megatron_tree.serving import images
-from megatron_tree.serving.http import prompts, wire
+from megatron_tree.serving.http import link, prompts
 from megatron_tree.serving.images import ImageFile, ImagePrompts, from_data_url
 from support.http_server import serving, until
 from support.llava import llava_runner, save_llava
@@ -186,7 +186,7 @@ def test_a_request_goes_to_ranks_in_other_processes_with_its_images():
     inputs = {"pixel_values": torch.randn(2, 3), "image_grid_thw": torch.tensor([[1, 2, 3]])}
     inputs["half"] = inputs["pixel_values"].bfloat16()
     request = Request(prompt=[1, 2], sampling=SamplingParams(max_tokens=3, seed=4), images=inputs)
-    found = wire.request_from_json(json.loads(json.dumps(wire.request_to_json(request, [[5]]))))
+    found = link.request_from_json(json.loads(json.dumps(link.request_to_json(request, [[5]]))))
     assert found.images.keys() == inputs.keys() and found.begun == [[5]] and found.sampling == request.sampling
     assert all(torch.equal(found.images[name], x) and found.images[name].dtype == x.dtype for name, x in inputs.items())
 

@@ -23,7 +23,7 @@ from megatron_tree.generation import planner
 from megatron_tree.generation.grammars import Grammars
 from megatron_tree.generation.requests import Request
 from megatron_tree.generation.scheduler import Scheduler
-from megatron_tree.serving.http import link, ranks, wire
+from megatron_tree.serving.http import link, ranks
 from megatron_tree.serving.http import server as http_server
 from megatron_tree.serving.http.app import Service
 from megatron_tree.serving.http.arguments import LINK, build_parser, check_arguments
@@ -31,8 +31,7 @@ from megatron_tree.serving.http.frontend import Frontend
 from megatron_tree.serving.http.link import Link
 from megatron_tree.serving.http.prompts import Prompts
 from megatron_tree.serving.http.ranks import Ranks, RanksError
-from megatron_tree.serving.http.server import bind, serve
-from megatron_tree.serving.http.signals import STOPPING
+from megatron_tree.serving.http.server import STOPPING, bind, serve
 from support.hf_models import SHAPE
 from support.http_server import COMPLETION, NAME, byte_model, byte_tokenizer, until
 from support.plain_runner import PlainRunner
@@ -260,11 +259,11 @@ def test_a_client_that_leaves_meanwhile_is_forgotten(supervised, monkeypatch):
 
 
 def test_a_rank_that_says_nothing_counts_as_lost(supervised, monkeypatch, caplog):
-    monkeypatch.setattr(wire, "LOAD_S", 100.0)
+    monkeypatch.setattr(link, "LOAD_S", 100.0)
     monkeypatch.setattr(ranks, "LAST_WORDS_S", 0.1)
     server = supervised([], restarts=50, wait_s=1.0)
     until(lambda: server.ranks.restarts)
-    monkeypatch.setattr(wire, "LOAD_S", 0.1)
+    monkeypatch.setattr(link, "LOAD_S", 0.1)
     assert "(restart 1): rank 0 has said nothing for 1 s" in caplog.text
     assert server.client.with_options(max_retries=9).completions.create(**COMPLETION).choices[0].text
 
@@ -323,14 +322,14 @@ def test_a_request_that_rank_0_has_not_read_when_it_ends_gets_a_503(supervised, 
 
 
 def test_a_request_that_rank_0_fails_on_is_not_the_end_of_others(supervised, monkeypatch):
-    read = wire.request_from_json
+    read = link.request_from_json
 
     def broken(value):
         if value["prompt"] == [1, 2, 3]:
             raise TypeError("a bug")
         return read(value)
 
-    monkeypatch.setattr(wire, "request_from_json", broken)
+    monkeypatch.setattr(link, "request_from_json", broken)
     server = supervised([])
     with pytest.raises(openai.InternalServerError, match="TypeError: a bug") as failed:
         server.client.completions.create(**COMPLETION | {"prompt": [1, 2, 3]})

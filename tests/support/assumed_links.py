@@ -1,6 +1,6 @@
 """Links that a benchmark does not measure: fast, and every time the same plans."""
 
-from megatron_tree.bench import session
+from megatron_tree.bench import cases
 from megatron_tree.plan import Level, Topology
 
 
@@ -11,4 +11,4 @@ def assume_links(monkeypatch, *names, host_size=8):
     levels = tuple(Level(name=name, size=size, **link) for name, size in zip(names, sizes))
     rest = dict(overhead_s=3e-5, memory_bandwidth=1e10, flops=1e12, transport="direct")
     some = Topology(name="some", levels=levels, host_size=host_size, **rest)
-    monkeypatch.setattr(session, "calibrate_on_rank", lambda how, name: some)
+    monkeypatch.setattr(cases, "calibrate_on_rank", lambda how, name: some)

@@ -14,23 +14,24 @@ import torch
 
 from megatron_tree import kernels
 from megatron_tree.bench import command as bench
-from megatron_tree.bench import harness, kernel_cases
 from megatron_tree.bench import kernels as bench_kernels
-from megatron_tree.bench.harness import NotHere, Task, run_tasks
-from megatron_tree.bench.kernel_cases import KernelCase, KernelTiming, inputs, truth_of, verify
-from megatron_tree.bench.results import Curve, Panel, Results, WrongResult
+from megatron_tree.bench import tasks
+from megatron_tree.bench.results import Curve, Panel, Results
+from megatron_tree.bench.tasks import NotHere, Task, run_tasks
+from megatron_tree.calibrate import kernel_cases
+from megatron_tree.calibrate.kernel_cases import KernelCase, KernelTiming, WrongResult, inputs, truth_of, verify
 
 REPO = Path(__file__).resolve().parents[2]
 OPTIONS = ["kernels", "--device", "cpu", "--dtype", "fp32", "--only", "beside", "decode"]
 
 
 class InThisProcess:
-    """Instead of `harness.Worker`: cases see what a test has replaced."""
+    """Instead of `tasks.Worker`: cases see what a test has replaced."""
 
     gone = False
 
     def run(self, task, limit_s, emit):
-        return harness.run_task(task, emit)
+        return tasks.run_task(task, emit)
 
     def close(self):
         pass
@@ -41,11 +42,11 @@ def small(monkeypatch):
     """Sets the cases of the stages "beside" and "decode"; no time is taken."""
     monkeypatch.setattr(bench_kernels, "_interpreting", lambda: False)
     monkeypatch.setattr(kernel_cases, "clock", lambda call, device: call() is None or 1e-3)
-    monkeypatch.setattr(harness, "Worker", InThisProcess)
+    monkeypatch.setattr(tasks, "Worker", InThisProcess)
 
     def use(*cases):
         both = tuple([c for c in cases if (c.kind == "decode") is decodes] for decodes in (False, True))
-        monkeypatch.setitem(kernel_cases.CASES, "cpu", both)
+        monkeypatch.setitem(bench_kernels.CASES, "cpu", both)
 
     return use
 

@@ -13,9 +13,8 @@ from megatron_tree.attention import autograd
 from megatron_tree.bench import command as bench
 from megatron_tree.bench import decode, rivals, train
 from megatron_tree.bench.accelerator import Accelerator, Speed, UnseenInput, visible_pairs
-from megatron_tree.bench.measure import LocalRanks, Meeting, PeakMemory
-from megatron_tree.bench.measurements import Measurement, plots
-from megatron_tree.bench.results import draw
+from megatron_tree.bench.results import Measurement, draw, plots
+from megatron_tree.bench.timing import LocalRanks, Meeting, PeakMemory
 from megatron_tree.comm.shared import SharedMemory
 from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import reference

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from megatron_tree.bench import command as bench
-from megatron_tree.bench import contenders
+from megatron_tree.bench import step as bench_step
 
 SMALL = ["--ranks", 2, "--heads", 4, "--kv-heads", 2, "--head-dim", 16, "--layers", 1]
 
@@ -22,7 +22,7 @@ def step(out, *options):
 
 @pytest.fixture
 def without_deepspeed(monkeypatch):
-    monkeypatch.setattr(contenders, "ULYSSES", "deepspeed_that_is_not_here")
+    monkeypatch.setattr(bench_step, "ULYSSES", "deepspeed_that_is_not_here")
 
 
 @pytest.mark.usefixtures("without_deepspeed")
@@ -51,13 +51,13 @@ def test_step(tmp_path, capfd):
 @pytest.mark.parametrize("right_steps", [0, 3])
 def test_no_speed_of_a_wrong_gradient(right_steps, tmp_path, monkeypatch, capfd):
     """In the checked step, or in a timed one."""
-    right, calls = contenders.TRAIN["torch_gather"], []
+    right, calls = bench_step.TRAIN["torch_gather"], []
 
     def wrong(*call):
         calls.append(1)
         return right(*call) * (1.05 if len(calls) > right_steps else 1.0)
 
-    monkeypatch.setitem(contenders.TRAIN, "torch_gather", wrong)
+    monkeypatch.setitem(bench_step.TRAIN, "torch_gather", wrong)
     status, _ = step(tmp_path / "out", "--seq-len", 64, "--schedules", "auto", "torch_gather")
     said = capfd.readouterr()
     assert status == 1 and "torch_gather is wrong on 2 local ranks, 64 tokens" in said.err
@@ -72,4 +72,4 @@ def test_all_contenders(options, wrapper, tmp_path, capfd):
     heads = ("--heads", options[0], "--kv-heads", options[1], "--layers", 2, "--ranks", 4)
     status, rows = step(tmp_path, *heads, "--seq-len", 128, "--wrapper", wrapper)
     assert status == 0, capfd.readouterr().err
-    assert {name for name, _ in rows} == {*contenders.OURS, *contenders.RIVALS}
+    assert {name for name, _ in rows} == {*bench_step.OURS, *bench_step.RIVALS}

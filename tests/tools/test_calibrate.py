@@ -9,10 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree.bench import kernel_cases
-from megatron_tree.bench.kernel_cases import KernelCase
-from megatron_tree.calibrate import calibrate, cluster, command, compute, links
-from megatron_tree.calibrate.backends import keep_fastest
+from megatron_tree.calibrate import calibrate, cluster, command, compute, kernel_cases, links
+from megatron_tree.calibrate.kernel_cases import KernelCase, keep_fastest
 from megatron_tree.emulate import Cluster
 from megatron_tree.kernels import fastest
 from megatron_tree.plan import default_topology, load_topology, place, save_topology

@@ -6,7 +6,7 @@ import shlex
 import pytest
 import torch
 
-from megatron_tree.doctor import machine
+from megatron_tree.doctor import findings
 from megatron_tree.doctor.command import EXAMPLES, main
 from megatron_tree.doctor.findings import missing
 
@@ -83,7 +83,7 @@ def test_megatron_patched_and_too_old(capsys, monkeypatch):
 )
 def test_missing_packages(without, purpose, package, way):
     without([package])
-    (lacking,) = missing([machine.packages(purpose)])
+    (lacking,) = missing([findings.packages(purpose)])
     assert lacking.what == package and way in lacking.note
 
 
@@ -99,12 +99,12 @@ def test_interfaces_that_do_not_exist(capsys, monkeypatch):
 
 
 def test_a_compiler_is_needed_with_a_gpu(monkeypatch):
-    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    monkeypatch.setattr(findings.shutil, "which", lambda name: None)
     states = {}
     for gpu in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-        (row,) = [f for f in machine.devices().findings if f.what == "C++ compiler"]
+        (row,) = [f for f in findings.devices().findings if f.what == "C++ compiler"]
         states[gpu] = row.state
     assert states == {False: "note", True: "missing"}
 

@@ -36,7 +36,7 @@ class _Evil:
 def test_checkpoints_of_others_run_nothing(tmp_path):
     """Pickles that run a command, in each place where a checkpoint holds pickles."""
     pytest.importorskip("megatron.core")
-    from megatron_tree.training.checkpoint_safety import INDEX, _IndexReader, check_index, weights_only
+    from megatron_tree.training.checkpoint import INDEX, _IndexReader, check_index, weights_only
 
     made, index, common = tmp_path / "made", tmp_path / INDEX, tmp_path / "common.pt"
     index.write_bytes(pickle.dumps({"state": _Evil(made)}))

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 import transformers
 from megatron_tree.convert.checkpoints import byte_tokenizer, to_huggingface, to_megatron
 from megatron_tree.convert.command import main
-from megatron_tree.convert.megatron_lm import PLAIN
+from megatron_tree.convert.options import PLAIN
 from megatron_tree.files import NotWritten
-from megatron_tree.training.checkpoint_files import MANIFEST
+from megatron_tree.training.checkpoint import MANIFEST
 from support.limits import files_of_at_most
 from support.ranks import run_distributed
 from support.training_runs import losses, records, train_all, write_text
@@ -104,8 +104,7 @@ def _logits(rank, world, folders):
     from megatron_tree.integrations.megatron.compat import batch_on_this_cp_rank
     from megatron_tree.integrations.megatron.cpu import megatron_on_cpu
     from megatron_tree.training.arguments import parse_arguments
-    from megatron_tree.training.checkpoint import load_weights
-    from megatron_tree.training.checkpoint_files import newest
+    from megatron_tree.training.checkpoint import load_weights, newest
     from megatron_tree.training.model import build_model, start_model_parallel
 
     logits = {}

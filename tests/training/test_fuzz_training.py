@@ -9,8 +9,16 @@ pytest.importorskip("megatron.core")
 import torch
 from torch.distributed import checkpoint
 
-from megatron_tree.training.checkpoint_files import MANIFEST, TRACKER, begin, checkpoint_folder, finish, newest
-from megatron_tree.training.checkpoint_safety import INDEX, check_index
+from megatron_tree.training.checkpoint import (
+    INDEX,
+    MANIFEST,
+    TRACKER,
+    begin,
+    check_index,
+    checkpoint_folder,
+    finish,
+    newest,
+)
 from megatron_tree.training.report import read_log
 from support.damage import chances, damaged, examples, reads
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tree.training.checkpoint_files import (
+pytest.importorskip("megatron.core")
+
+from megatron_tree.training.checkpoint import (
     MANIFEST,
     TRACKER,
     begin,

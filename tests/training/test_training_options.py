@@ -4,8 +4,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron_tree.training.arguments import check_arguments, parse_arguments
-from megatron_tree.training.model_options import MODEL_FILE, write_model
+from megatron_tree.training.arguments import MODEL_FILE, check_arguments, parse_arguments, write_model
 
 
 def test_command_line_wins_over_file_wins_over_defaults(tmp_path):

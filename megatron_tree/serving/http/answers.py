@@ -36,8 +36,8 @@ class Form:
 
     def whole(self, choices: list[list[Event]], usage: dict[str, Any]) -> dict[str, Any]:
         """The complete answer; choices: the events of every choice."""
-        made = [self._choice(i, events) for i, events in enumerate(choices)]
-        return self._head | {"object": self.whole_object, "choices": made, "usage": usage}
+        answers = [self._choice(i, events) for i, events in enumerate(choices)]
+        return self._head | {"object": self.whole_object, "choices": answers, "usage": usage}
 
     def opening(self, choice: int) -> list[dict[str, Any]]:
         """The first events of a choice in a stream."""

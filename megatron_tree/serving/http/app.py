@@ -6,27 +6,82 @@ import functools
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
+from pydantic import BaseModel, ValidationError
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
+from ...generation.sampling import first_fault
 from ...log import logger
-from . import responses_request
 from .answers import ChatForm, CompletionForm, Form, respond
-from .bodies import body_of
 from .errors import ApiError, failed
 from .frontend import Frontend
 from .guard import Guard, token_of
 from .metrics import CONTENT_TYPE
 from .prompts import Prompts
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest
-from .responses_answer import ResponseForm
-from .responses_request import ResponseRequest, renamed
+from .responses import PATH, ResponseForm, ResponseRequest, renamed
 from .tools import ToolText
+
+Body = TypeVar("Body", bound=BaseModel)
+
+SMALL_BYTES = 1 << 16  # read in the event loop
+MOST_VALUES = 1 << 21  # about 0.1 s in which a JSON parser lets no other thread run
+
+
+def body_of(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
+    """A dependency of a route: the request's body, which is JSON. Raises: ApiError (400)."""
+
+    async def read(request: Request) -> Body:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if not kind.startswith("application/") or not kind.endswith(("/json", "+json")):
+            raise _no_object()
+        try:
+            data = b"".join([piece async for piece in request.stream()])
+        except ClientDisconnect:
+            raise ApiError(400, "the body is not complete") from None  # nobody reads this
+        checked = functools.partial(_checked, model, data)
+        return checked() if len(data) <= SMALL_BYTES else await run_in_threadpool(checked)
+
+    return read
+
+
+def _checked(model: type[Body], data: bytes) -> Body:
+    if (values := data.count(b",")) > MOST_VALUES:
+        raise ApiError(400, f"the body has {values:,} commas, more than {MOST_VALUES:,}: send it in several requests")
+    try:
+        return model.model_validate(json.loads(data))
+    except ValidationError as error:
+        raise _invalid(error.errors(include_url=False, include_input=False)) from None
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
+
+
+def _no_object() -> ApiError:
+    return ApiError(400, "the body must be a JSON object, sent with the header 'Content-Type: application/json'")
+
+
+def _invalid(errors: list[dict[str, Any]]) -> ApiError:
+    """400 that names the first bad field and what is wrong with it; alternatives of a union are reported together."""
+    first = errors[0]
+    if not first["loc"]:
+        too_many = first["type"] == "value_error"  # fields
+        return ApiError(400, f"the body {first['msg'].removeprefix('Value error, ')}") if too_many else _no_object()
+    where = list(map(str, first["loc"]))
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{'.'.join(where)}: unknown field: leave it out", param=where[0],
+                        code="unknown_parameter")  # fmt: skip
+    if first["type"] == "missing" and len(where) == 1:
+        return ApiError(400, f"{where[0]}: is missing", param=where[0], code="missing_required_parameter")
+    param, fault = first_fault(errors)
+    return ApiError(400, f"{param}: {fault}", param=param, code="invalid_value")
+
 
 ChatBody = Annotated[ChatRequest, Depends(body_of(ChatRequest))]
 ResponseBody = Annotated[ResponseRequest, Depends(body_of(ResponseRequest))]
@@ -86,21 +141,21 @@ def create_app(service: Service) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
         _check_model(service, body.model)
-        prompt, images = await service.prompts.of_chat(body)
+        prompt, images = await service.prompts.chat_prompt(body)
         options = {"images": images, "tools": _tool_text(body), "continues": body.continue_final_message}
         return await _answer(service, request, body, [prompt], ChatForm, **options)
 
-    @app.post(responses_request.PATH)
+    @app.post(PATH)
     async def responses(body: ResponseBody, request: Request) -> Response:
         _check_model(service, body.model)
-        prompt, images = await service.prompts.of_chat(body)
+        prompt, images = await service.prompts.chat_prompt(body)
         options = {"images": images, "tools": _tool_text(body), "asked": body.asked}
         return await _answer(service, request, body, [prompt], ResponseForm, **options)
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
         _check_model(service, body.model)
-        prompts = await service.prompts.of_completion(body)
+        prompts = await service.prompts.completion_prompts(body)
         echo = await service.prompts.echo(body, prompts) if body.echo else None
         options = {"continued": prompts, "echo": echo, "n": body.n, "nothing_new": not body.max_tokens}
         return await _answer(service, request, body, prompts, CompletionForm, continues=True, **options)
@@ -130,9 +185,9 @@ async def _answer(
     salt = _salt(token_of(request.headers) if service.api_keys else "", body.cache_salt or "")
     each = [sampling[limit] for limit in limits]
     ticket = await service.frontend.submit(prompts, each, n=body.n, salt=salt, images=images, continues=continues)
-    made = form(model=body.model, tokens=service.prompts.token_texts, logprobs=body.top_logprobs_wanted is not None,
+    answer = form(model=body.model, tokens=service.prompts.token_texts, logprobs=body.top_logprobs_wanted is not None,
                 include_usage=body.include_usage, **options)  # fmt: skip
-    return await respond(request, ticket, made, stream=body.stream, timeout=service.request_timeout)
+    return await respond(request, ticket, answer, stream=body.stream, timeout=service.request_timeout)
 
 
 def _salt(key: str, salt: str) -> str:
@@ -152,7 +207,7 @@ def _tool_text(body: ChatRequest) -> Callable[[], ToolText] | None:
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
-        return (renamed(error) if request.url.path == responses_request.PATH else error).response()
+        return (renamed(error) if request.url.path == PATH else error).response()
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:

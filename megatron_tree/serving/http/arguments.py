@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import math
 import os
 from pathlib import Path
 
 from ...launching import new_parser
 from ..arguments import add_model_options, check_counts, check_model_options, check_readable
-from .guard import is_loopback
 
 KEY_VARIABLE = "MEGATRON_TREE_API_KEY"
 MIN_KEY_LENGTH = 8
@@ -123,3 +123,11 @@ def _api_keys(args: argparse.Namespace) -> tuple[str, ...]:
                 "python -c 'import secrets; print(secrets.token_urlsafe())' makes one"
             )
     return tuple(keys)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs on this machine can reach a server on this address or name."""
+    try:
+        return ipaddress.ip_address(host.strip("[]").split("%")[0]).is_loopback
+    except ValueError:
+        return host.lower().removesuffix(".") == "localhost"

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...files import check_text
 from ..images import ImagePrompts, from_data_url
-from ..transcript import chat_text
+from ..messages import chat_text
 from .errors import ApiError, bad_value, busy
 from .protocol import ChatRequest, CompletionRequest
 from .token_texts import Echo, TokenTexts
@@ -44,7 +44,7 @@ class Prompts:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._image_thread, self._num_image_prompts = ThreadPoolExecutor(1, thread_name_prefix="images"), 0
 
-    async def of_chat(self, body: ChatRequest) -> tuple[list[int], dict[str, Tensor] | None]:
+    async def chat_prompt(self, body: ChatRequest) -> tuple[list[int], dict[str, Tensor] | None]:
         """The conversation as the model's chat template formats it, and what the model takes for its images.
 
         Raises: ApiError: 400 if it can't, 503 while too many others wait for their images.
@@ -63,7 +63,7 @@ class Prompts:
         text = await self._run(self._apply_template, body)
         return await self._with_images(text, urls) if urls else (await self._run(self._tokens, text, False), None)
 
-    async def of_completion(self, body: CompletionRequest) -> list[list[int]]:
+    async def completion_prompts(self, body: CompletionRequest) -> list[list[int]]:
         """Every prompt as tokens. Raises: ApiError (400) for empty prompts and tokens that the model does not have."""
         prompts = []
         for prompt in body.prompts():

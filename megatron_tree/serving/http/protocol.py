@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from ...generation.sampling import Sampling, SamplingParams, StopTexts, Strict, Temperature, TokenId
-from ..messages import ChatMessage
+from ..messages import ChatMessage, Lenient
 from .errors import bad_value, refused
-from .formats import ResponseFormat, forced_calls
-from .tools import Tool, ToolChoice, tools_for
+from .tools import Schema, Tool, ToolChoice, forced_calls, tools_for
 
 MAX_CHOICES = 128
 MAX_MESSAGES = 8192
@@ -18,6 +18,7 @@ MAX_PROMPTS = 256
 MAX_STOPS = 16
 MAX_TOOLS = 512
 MAX_TOP_LOGPROBS = 20
+ANY_OBJECT = {"type": "object"}
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 # No effect on the answer: records, caches and speed
 IGNORED = frozenset({
@@ -47,6 +48,35 @@ class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool | None = None  # against those who count bytes: this server adds none
     continuous_usage_stats: Literal[False] | None = None
+
+
+class JsonSchema(Lenient):
+    """`response_format.json_schema`. The schema is kept to, whatever `strict` says."""
+
+    name: str
+    description: str | None = None
+    schema_: Annotated[Schema, Field(alias="schema")] = ANY_OBJECT
+    strict: bool = False
+
+
+class ResponseFormat(Lenient):
+    """`response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _complete(self):
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to the type 'json_schema'")
+        return self
+
+    @property
+    def schema_text(self) -> str | None:
+        """None for text."""
+        if self.type == "text":
+            return None
+        return json.dumps(ANY_OBJECT if self.json_schema is None else self.json_schema.schema_)
 
 
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]

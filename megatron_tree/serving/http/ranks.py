@@ -12,19 +12,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 from ...comm.rendezvous import host_store
 from ...errors import TreeError
-from ...generation.requests import EventSink, Request
+from ...generation.requests import Event, EventSink, Request
 from ...generation.scheduler import Load
 from ...generation.speculation import Speculated
 from ...log import logger
-from . import wire
+from . import link
 from .arguments import LINK
-from .open_request import OpenRequest
 
 POLL_S = 0.1
 LAST_WORDS_S = 5.0  # for other ranks to say what they saw, once one has ended with an error
@@ -39,6 +39,43 @@ class RanksError(TreeError):
 
 class Restarting(TreeError):
     """The ranks are being started again: try again later."""
+
+
+@dataclass(kw_only=True, eq=False)
+class OpenRequest:
+    """A request, and what has been sent of its answers."""
+
+    request: Request
+    sink: EventSink
+    taken: Future = field(default_factory=Future)
+    """Whether the scheduler takes it."""
+    begun: list[list[int] | None]
+    """As `Request.begun`, with [] for answers without a token."""
+    resumed: int = 0
+    cancelled: bool = False
+
+    @property
+    def tokens(self) -> list[list[int] | None]:
+        """For another scheduler: nothing until there are tokens, which all answers get in the same turn."""
+        return self.begun if any(tokens != [] for tokens in self.begun) else []
+
+    def take(self) -> None:
+        """The scheduler has taken it; any number of times."""
+        if not self.taken.done():
+            self.taken.set_result(None)
+
+    def note(self, event: Event) -> None:
+        if event.token is not None:
+            self.begun[event.answer].append(event.token)
+        if event.finish_reason is not None:
+            self.begun[event.answer] = None
+        self.sink(event)
+
+    def end(self, number: int, reason: str, error: str | None = None) -> None:
+        """End all answers that have not ended."""
+        going = [i for i, tokens in enumerate(self.begun) if tokens is not None]
+        for i in going:
+            self.note(Event(number, i, finish_reason=reason, error=error, last=i == going[-1]))
 
 
 class Ranks:
@@ -82,17 +119,17 @@ class Ranks:
     def submit(self, request: Request, sink: EventSink) -> int:
         """As `Scheduler.submit`, also in what it raises; `Restarting` too."""
         request = replace(request, sampling=request.sampling.with_seed())
-        made = OpenRequest(request=request, sink=sink, begun=[[] for _ in range(request.n)])
-        told = wire.request_to_json(request, [])  # images take a while
+        opened = OpenRequest(request=request, sink=sink, begun=[[] for _ in range(request.n)])
+        told = link.request_to_json(request, [])  # images take a while
         with self._lock:
             if self._grace is not None:
                 raise TreeError(STOPPED)
             if not self._ready:
                 raise Restarting(self.failure)
             number = next(self._numbers)
-            self._open[number] = made
+            self._open[number] = opened
             self._post("submit", number, told)
-        made.taken.result()
+        opened.taken.result()
         return number
 
     def cancel(self, number: int) -> bool:
@@ -231,7 +268,7 @@ class Ranks:
         try:
             while self._connection.poll(wait_s):
                 self._heard, wait_s = time.monotonic(), 0.0
-                what, *about = wire.receive(self._connection)
+                what, *about = link.receive(self._connection)
                 getattr(self, f"_on_{what}")(*about)
         except (EOFError, OSError):
             return False
@@ -243,7 +280,7 @@ class Ranks:
             self._took_s = time.monotonic() - self._began
             for number, request in sorted(self._open.items()):
                 request.resumed += 1
-                self._post("submit", number, wire.request_to_json(request.request, request.tokens))
+                self._post("submit", number, link.request_to_json(request.request, request.tokens))
                 if request.cancelled:
                     self._post("cancel", number)
 
@@ -258,11 +295,11 @@ class Ranks:
                 self._drop(number, request, "error", error[1])
             else:
                 del self._open[number]
-                request.taken.set_exception(wire.REFUSALS.get(error[0], RanksError)(error[1]))
+                request.taken.set_exception(link.REFUSALS.get(error[0], RanksError)(error[1]))
 
     def _on_events(self, events: list[list[Any]]) -> None:
         with self._lock:
-            for event in map(wire.event_from_json, events):
+            for event in map(link.event_from_json, events):
                 if event.request in self._open:
                     self._open[event.request].take()  # its first turn may be faster than what says so
                     self._open[event.request].note(event)
@@ -293,7 +330,7 @@ def _write(outbox: queue.SimpleQueue, connection: Connection) -> None:
     """A rank that does not read keeps this thread waiting, and no other."""
     while (message := outbox.get()) is not None:
         try:
-            wire.send(connection, *message)
+            link.send(connection, *message)
         except OSError:  # its ranks have ended
             return
 

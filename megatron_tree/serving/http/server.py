@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import queue
 import signal
 import socket
 import sys
@@ -32,19 +33,46 @@ from ...integrations.transformers.runner import Runner
 from ...launching import leave
 from ...log import Seldom, logger
 from ..images import ImagePrompts
-from ..start import Started, start
+from ..start import Worker, start
 from .app import Service, create_app
 from .arguments import LINK
-from .connections import AT_ONCE, QUEUE, Connections, TimedProtocol, most_connections
 from .frontend import Frontend
+from .guard import AT_ONCE, QUEUE, Connections, TimedProtocol, most_connections
 from .link import Link
 from .prompts import Prompts
 from .ranks import Ranks, RanksError
-from .signals import STOPPING, StopSignals
 
+STOPPING = (signal.SIGTERM, signal.SIGINT)
 GRACE_S = 20.0  # for accepted requests after a signal; the launcher kills at 30
 FLUSH_S = 5.0  # for the last bytes of responses
 SELDOM = Seldom(60.0)  # lines that clients cause
+
+
+class StopSignals:
+    """SIGTERM and SIGINT from now on. Handlers only take a note, since they may interrupt the holder of any lock."""
+
+    def __init__(self):
+        self._caught: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for number in STOPPING:
+            signal.signal(number, lambda number, _: self._caught.put(number))
+
+    @property
+    def came(self) -> bool:
+        """Whether there is one that nobody has taken."""
+        return not self._caught.empty()
+
+    def take(self) -> int:
+        """The first of these, or the next one that comes."""
+        return self._caught.get()
+
+    def call(self, stop: Callable[[str], None]) -> None:
+        """Call stop(the signal's name) in a thread of its own, for each signal that came and that comes."""
+
+        def wait() -> None:
+            while True:
+                stop(signal.Signals(self.take()).name)
+
+        threading.Thread(target=wait, name="signals", daemon=True).start()
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -203,7 +231,7 @@ def _wait_for(ranks: Ranks, signals: StopSignals, model: str) -> Any:
     return loading.result()
 
 
-def _warm_up(at: Started, runner: Runner) -> None:
+def _warm_up(at: Worker, runner: Runner) -> None:
     """Answer a short request: kernels are compiled before anybody waits, outside the limit on waits."""
     limits = (32, at.prepared[0] - 2, (runner.free_tokens or 34) - 2)
     scheduler = Scheduler(runner, max_rows=1, max_waiting=1, plan_group=at.ranks.group, timeout_s=at.ranks.timeout_s)
@@ -213,7 +241,7 @@ def _warm_up(at: Started, runner: Runner) -> None:
     scheduler.run_until_idle()
 
 
-def _run(args: Namespace, at: Started, runner: Runner) -> None:
+def _run(args: Namespace, at: Worker, runner: Runner) -> None:
     max_model_len, listener = at.prepared
     apart = LINK in os.environ
     max_waiting = args.max_waiting + apart * args.max_rows  # requests that were served come back after a restart

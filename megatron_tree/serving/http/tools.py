@@ -15,6 +15,8 @@ from ..messages import Lenient
 from .errors import bad_value
 
 MARK, END = "<tool_call>", "</tool_call>"
+VALUES = ("const", "enum", "default", "examples")  # whose contents are no schemas
+NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")  # whose keys are names
 MAX_LEVELS = 100  # of a JSON schema; what copies or writes one recurses, and so does llguidance
 _CALL = re.compile(f"{MARK}(.*?)(?:{END}|$)", re.DOTALL)
 
@@ -77,6 +79,49 @@ def tools_for(tools: list[Tool], choice: ToolChoice) -> list[Tool]:
     if isinstance(choice, NamedTool) and choice.function.name not in names:
         raise bad_value("tool_choice", f"there is no tool {choice.function.name!r}, only {', '.join(map(repr, names))}")
     return tools
+
+
+def forced_calls(tools: list[Tool], choice: ToolChoice, parallel: bool) -> str:
+    """The schema of calls: of the chosen tool, or of any."""
+    functions = [tool.function for tool in tools]
+    if isinstance(choice, NamedTool):
+        functions = [function for function in functions if function.name == choice.function.name]
+    calls = []
+    for i, function in enumerate(functions):
+        arguments = _moved(function.parameters, f"#/items/anyOf/{i}/properties/arguments")
+        properties = {"name": {"const": function.name}, "arguments": arguments}
+        call = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+        calls.append(call)
+    most = {} if parallel and not isinstance(choice, NamedTool) else {"maxItems": 1}
+    return json.dumps({"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most})
+
+
+def _moved(parameters: dict[str, Any], to: str) -> dict[str, Any]:
+    """A schema whose own root has become the place `to` of another one: references to it follow.
+
+    Its `$id` goes: two tools may have the same one. References below another `$id` are to that one, and stay.
+    """
+    own = parameters.get("$id")
+    own = own.removesuffix("#") if isinstance(own, str) else ""
+
+    def moved(schema: Any, names: bool = False) -> Any:
+        if isinstance(schema, list):
+            return [moved(item) for item in schema]
+        if not isinstance(schema, dict):
+            return schema
+        if names:
+            return {name: moved(value) for name, value in schema.items()}
+        if isinstance(other := schema.get("$id"), str) and not other.startswith("#"):
+            return schema
+        found = {name: value if name in VALUES else moved(value, name in NAMED) for name, value in schema.items()}
+        reference = schema.get("$ref")
+        if isinstance(reference, str):
+            place = reference.removeprefix(own)
+            if reference == own or place == "#" or place.startswith("#/"):
+                found["$ref"] = to + place[1:]
+        return found
+
+    return moved({name: value for name, value in parameters.items() if name != "$id"})
 
 
 class ToolText:

@@ -1,8 +1,13 @@
-"""What `bench kernels` times: shapes and inputs, our backends and torch's on them, results compared with float64."""
+"""Attention kernels of one device: inputs, our backends and torch's on them, compared with float64 and timed.
+
+`bench kernels` shows the times; `keep_fastest` writes the fastest backend into the user's table for backend="auto".
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,15 +20,17 @@ from torch.utils.benchmark import Timer
 from .. import kernels
 from ..cache.pages import LayerPages, quantize
 from ..config import AttnSpec
-from ..kernels import KVCache
+from ..kernels import KVCache, fastest
 from ..kernels.libraries import LIBRARIES
 from ..layout import Segment
-from .measure import relative_error
-from .results import WrongResult
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PAGE = 64  # tokens of a page
 RULE = {"out": 2.0, "dq": 3.0, "dk": 3.0, "dv": 3.0}  # allowed multiple of the dense low-precision error
+
+
+class WrongResult(RuntimeError):
+    """A result differs from the truth by more than allowed: no speed is printed."""
 
 
 class KernelCase(NamedTuple):
@@ -76,33 +83,6 @@ class KernelTiming(NamedTuple):
 Call = Callable[[], object]
 """Computes a case."""
 Emit = Callable[[KernelTiming], None]
-
-CASES = {  # (training, decoding)
-    "cuda": (
-        [
-            *(KernelCase(kind, 1, 16384, 32, 8, d) for d in (128, 64) for kind in ("fwd", "bwd")),
-            *(KernelCase(kind, 2, 4096, 32, 32, 128) for kind in ("fwd", "bwd")),
-            KernelCase("fwd", 1, 8192, 16, 16, 256),
-        ],
-        [
-            *(KernelCase("decode", 1, s, 64, 8, 128) for s in (131072, 524288, 1048576)),
-            KernelCase("decode", 32, 8192, 32, 8, 128),
-            *(KernelCase("decode", 1, 524288, 64, 8, 128, cache) for cache in ("paged", "paged int8", "paged fp8")),
-            KernelCase("decode", 1, 524288, 64, 1, 576, "latent"),
-        ],
-    ),
-    "cpu": (
-        [KernelCase(kind, 1, 1024, 4, 2, 64) for kind in ("fwd", "bwd")],
-        [KernelCase("decode", 1, 16384, 8, 2, 64, cache) for cache in ("", "paged int8")],
-    ),
-    "interpreter": (
-        [KernelCase(kind, 1, 64, 2, 1, 16) for kind in ("fwd", "bwd")],
-        [
-            *(KernelCase("decode", 1, 128, 4, 2, 16, cache) for cache in ("", "paged int8")),
-            KernelCase("decode", 1, 128, 4, 1, 576, "latent"),
-        ],
-    ),
-}
 
 
 def inputs(case: KernelCase, device, dtype) -> list[Tensor]:
@@ -167,6 +147,14 @@ def verify(case: KernelCase, name: str, result, truth: dict[str, Tensor], dtype:
         allowed = RULE[which] * rounding(case, dtype)
         if not error <= allowed:
             raise WrongResult(f"{name} is wrong: {case.label}: {which} off by {error:.2g}, allowed {allowed:.2g}")
+
+
+def relative_error(result: Tensor, truth: Tensor) -> float:
+    """The worst row's error: |result - truth| over |truth| + the rows' root mean square, norms over the last axis."""
+    result, truth = result.double(), truth.double()
+    norms = truth.norm(dim=-1)
+    floor = norms.square().mean().sqrt()
+    return ((result - truth).norm(dim=-1) / (norms + floor).clamp_min(1e-300)).max().item()
 
 
 def rounding(case: KernelCase, dtype: torch.dtype) -> float:
@@ -313,3 +301,33 @@ def clock(call: Call, device: torch.device, *, seconds: float = 0.5) -> float:
         return do_bench(call, warmup=100, rep=int(seconds * 1000), return_mode="median") / 1e3
     timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=seconds).median
+
+
+COMMON = tuple(KernelCase(kind, 1, 4096, 16, 4, d) for d in (64, 128, 256) for kind in ("fwd", "bwd"))
+
+
+def keep_fastest(device: torch.device, cases: tuple[KernelCase, ...] = COMMON) -> tuple[tuple[str, str], ...]:
+    """Check and time causal attention in bf16 with each backend that takes it, and write the user's table.
+
+    Returns (quantity, value) for printing. Raises `WrongResult` if a result was wrong.
+    """
+    rows: list[KernelTiming] = []
+    with contextlib.redirect_stdout(io.StringIO()):  # tables of all contenders
+        for case in cases:
+            which = tuple(name for name in fastest.NAMES if _takes(name, case, device))
+            time_case(case, which, rows.append, device=device, dtype=torch.bfloat16)
+    gpu, names = fastest.name_of(device), fastest_backends(rows)
+    path = fastest.keep(gpu, names)
+    return (
+        *((f"fastest up to head_dim {width}", name) for width, name in names.items()),
+        ("kept for backend='auto'", f"{path} ({gpu})"),
+    )
+
+
+def _takes(name: str, case: KernelCase, device: torch.device) -> bool:
+    q, k = (torch.empty(1, 1, h, case.d, dtype=torch.bfloat16, device=device) for h in (case.h, case.h_kv))
+    try:
+        kernels.choose(q, k, k, AttnSpec(softmax_scale=1.0), name)
+    except ValueError:  # not installed, or not for this GPU
+        return False
+    return True

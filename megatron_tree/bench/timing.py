@@ -124,7 +124,7 @@ class LocalRanks(Forked):
             return probe.getsockname()[1]
 
 
-class Measured(NamedTuple):
+class RankTimes(NamedTuple):
     """One rank's measurements of one contender. None: does not apply or is not known."""
 
     seconds: dict[str, list[float]]  # by pass, of each step: from the common start or the previous pass's end
@@ -198,9 +198,9 @@ class Timing:
         self._left_s -= spent
         self._same &= all(torch.equal(x, y) for x, y in zip(results, self.results, strict=True))
 
-    def measured(self) -> Measured:
+    def measured(self) -> RankTimes:
         """This rank's measurements."""
-        return Measured(
+        return RankTimes(
             seconds=self._seconds,
             sent=self._sent,
             network=statistics.mean(self._network) if self._emulated else None,
@@ -227,11 +227,3 @@ def time_together(call: Callable[[], object], meeting: Meeting, rank: int) -> fl
         call()
         times.append(time.monotonic() - start)
     return meeting.most(rank, statistics.median(times[1:]))[0]
-
-
-def relative_error(result: Tensor, truth: Tensor) -> float:
-    """The worst row's error: |result - truth| over |truth| + the rows' root mean square, norms over the last axis."""
-    result, truth = result.double(), truth.double()
-    norms = truth.norm(dim=-1)
-    floor = norms.square().mean().sqrt()
-    return ((result - truth).norm(dim=-1) / (norms + floor).clamp_min(1e-300)).max().item()

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..calibrate.kernel_cases import Emit, device_works
 from ..emulate.network import die_with
-from .kernel_cases import Emit, device_works
 
 START_S = 60.0  # a worker process has to import torch and to reach the GPU
 DONE, FAILED, NOT_RUN = "done", "failed", "not run"
