@@ -108,13 +108,13 @@ def _run_one(args: Namespace, ready: Started) -> None:
             params,
             on_text=lambda text: print(text, end="", flush=True),
             progress=progress_bar("prefill") if rank == 0 else None,
-            keep_logits=args.check and rank == 0,
+            keep_logits=args.check,
             images=images,
         )
         say("", flush=True)
     figures, cache = time_figures(result), conversation.runner.cache
     local = {"rank": rank, "cached_tokens": cache.num_local_tokens, "cache_bytes": cache.nbytes}
-    local |= {"weight_bytes": engine.weight_bytes, "prefill_s": result.prefill_s}
+    local |= {"weight_bytes": engine.weight_bytes}
     figures["ranks"] = share_all(local, ready.ranks)
     if rank == 0:
         if args.num_speculative_tokens:

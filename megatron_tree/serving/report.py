@@ -37,12 +37,12 @@ def memory_table(ranks: list[dict[str, Any]], model_bytes: int) -> str:
     whole = sum(r["cache_bytes"] for r in ranks)
     lines = [
         f"{'rank':>6} {'cached tokens':>14} {'cache bytes':>14} {'of the whole':>13} {'weight bytes':>15} "
-        f"{'of the whole':>13} {'prefill':>10}"
+        f"{'of the whole':>13}"
     ]
     for r in ranks:
         lines.append(
             f"{r['rank']:>6} {r['cached_tokens']:>14,} {r['cache_bytes']:>14,} {r['cache_bytes'] / whole:>12.1%} "
-            f"{r['weight_bytes']:>15,} {r['weight_bytes'] / model_bytes:>13.1%} {r['prefill_s']:>8.2f} s"
+            f"{r['weight_bytes']:>15,} {r['weight_bytes'] / model_bytes:>13.1%}"
         )
     return "\n".join(lines)
 
