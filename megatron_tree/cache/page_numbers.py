@@ -1,22 +1,21 @@
-"""Pages that rows share: which numbers are used, and how many pages will be when rows have been changed."""
+"""Pages that rows share: which numbers are used, and where a row's pages are."""
 
 from __future__ import annotations
 
 import bisect
 import heapq
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
 class PageNumbers:
     """Assigns the lowest free page numbers and counts references; a page without references is free.
 
-    Attributes: capacity: numbers that were assigned. num_shared: references beyond the first of each page.
+    Attributes: capacity: numbers that were assigned.
     """
 
     def __init__(self):
-        self.capacity = self.num_shared = 0
+        self.capacity = 0
         self._free: list[int] = []
         self._references: Counter[int] = Counter()
 
@@ -35,7 +34,6 @@ class PageNumbers:
 
     def share(self, page: int) -> int:
         self._references[page] += 1
-        self.num_shared += 1
         return page
 
     def is_shared(self, page: int) -> bool:
@@ -49,9 +47,7 @@ class PageNumbers:
 
     def release(self, page: int) -> None:
         self._references[page] -= 1
-        if self._references[page]:
-            self.num_shared -= 1
-        else:
+        if not self._references[page]:
             del self._references[page]
             heapq.heappush(self._free, page)
 
@@ -61,7 +57,10 @@ class RowPage:
     """A page of neighbouring tokens of a row, or of rows that share it."""
 
     rank: int
-    rows: int = 1
+    holders: int = 1
+    """Rows that have it, and `Prefixes`."""
+    prefix: int | None = None
+    """Its number there."""
 
 
 @dataclass
@@ -104,59 +103,3 @@ class PageRuns:
 
     def copy(self) -> PageRuns:
         return PageRuns(list(self.firsts), list(self.stops), list(self.before))
-
-
-class Forecast:
-    """How many tokens fit into a cache once its rows have been changed; the cache stays as it is.
-
-    Args: book: a `RowBook`. rows: ids by the names that the methods take. capacity_tokens: of the cache.
-    """
-
-    def __init__(self, book, rows: Mapping[int, int], capacity_tokens: int):
-        self._book, self._ids, self._size = book, rows, book.page_size
-        self._free = capacity_tokens // self._size - sum(book.loads)
-        self._rows: dict[int, tuple[int, list[RowPage]]] = {}  # those that change: (length, pages)
-        self._changes: Counter[RowPage] = Counter()  # of the numbers of rows that share a page
-
-    @property
-    def free_tokens(self) -> int:
-        """In whole pages; less than 0 if the rows don't fit."""
-        return self._free * self._size
-
-    def add(self, name: int) -> None:
-        self._rows[name] = 0, []
-
-    def fork(self, name: int, copy: int) -> None:
-        length, pages = self._row(name)
-        full = length // self._size
-        self._changes.update(pages[:full])
-        self._rows[copy] = length, pages[:full] + [self._copy(page) for page in pages[full:]]
-
-    def crop(self, name: int, length: int) -> None:
-        _, pages = self._row(name)
-        keep = -(-length // self._size)
-        for page in pages[keep:]:
-            self._release(page)
-        pages = pages[:keep]
-        if length % self._size and pages[-1].rows + self._changes[pages[-1]] > 1:
-            self._release(pages[-1])
-            pages[-1] = self._copy(pages[-1])
-        self._rows[name] = length, pages
-
-    def remove(self, name: int) -> None:
-        self.crop(name, 0)
-        del self._rows[name]
-
-    def _row(self, name: int) -> tuple[int, list[RowPage]]:
-        if name in self._rows:
-            return self._rows[name]
-        row = self._book.rows[self._ids[name]]
-        return row.length, row.parts
-
-    def _copy(self, page: RowPage) -> RowPage:
-        self._free -= 1
-        return RowPage(page.rank)
-
-    def _release(self, page: RowPage) -> None:
-        self._changes[page] -= 1
-        self._free += page.rows + self._changes[page] == 0

@@ -7,18 +7,23 @@ keeps the same book of all rows and computes the same result, without communicat
 A page has an index in its row, and a number in the pool of its rank. Layers of one kind (all keys, or a window of the
 last ones) hold the same tokens, so they share page numbers. Rows may share pages (a fork) until one of them writes.
 Shared pages count once, but those that are not full count for every row: a row that goes on writes into its last page,
-and gets a copy.
+and gets a copy. Full pages can be put into `RowBook.prefixes`: new rows begin with them, and they stay until they are
+evicted.
 """
 
 from __future__ import annotations
 
+import bisect
 import heapq
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from ..layout import Segment, join
 from .page_numbers import PageNumbers, PageRuns, RowPage
+from .prefixes import Prefixes, PrefixPage
 from .states import RowState
 
 
@@ -109,6 +114,7 @@ class RowBook:
         self.numbers = [PageNumbers() for _ in windows]
         self.loads = [0] * world
         self.rows: dict[int, Row] = Rows()
+        self.prefixes = Prefixes(page_size, windows)
         self._next_id = 0
 
     def add(self) -> int:
@@ -277,12 +283,12 @@ class RowBook:
         self.check_crop(row_id, length)
         row = self.rows[row_id]
         keep = -(-length // self.page_size)
-        for page in row.parts[keep:]:
+        for page in reversed(row.parts[keep:]):  # the last ones are evicted first
             self._release(page)
         del row.parts[keep:]
         for runs in row.runs:
             runs.cut(keep)
-        if length % self.page_size and row.parts[-1].rows > 1:
+        if length % self.page_size and row.parts[-1].holders > 1:
             self._release(row.parts[-1])
             row.parts[-1] = self._new_page(row.parts[-1].rank)
         for kind, numbers in enumerate(self.numbers):
@@ -328,19 +334,88 @@ class RowBook:
         copy.indices = [list(indices) for indices in row.indices]
         copy.pages = [[n.share(p) for p in pages] for n, pages in zip(self.numbers, row.pages, strict=True)]
         for page in row.parts[:full]:
-            page.rows += 1
+            self._hold(page)
         copy.runs = [runs.copy() for runs in row.runs]
         copy.parts = row.parts[:full] + [self._new_page(page.rank) for page in row.parts[full:]]
         return copy_id
+
+    def pages_to_share(self, row_id: int, keys: Sequence[bytes]) -> list[int]:
+        """Indices of a row's full pages, which have these keys, that rows can't begin with yet, or not as well."""
+        row, found = self.rows[row_id], []
+        for index, key in enumerate(keys[: row.length // self.page_size]):
+            known, end = self.prefixes.known(key), (index + 1) * self.page_size
+            ends_state = row.state is not None and row.state.length == end
+            if row.parts[index].prefix is None and (
+                known is None
+                or (ends_state and known.state is None)
+                or any(end > gone and not whole for gone, whole in zip(row.forgotten, known.is_whole))
+            ):
+                found.append(index)
+        return found
+
+    def share(self, row_id: int, indices: Sequence[int], keys: Sequence[bytes] = ()) -> None:
+        """Let new rows begin with these full pages of a row, which have indices in ascending order.
+
+        keys: of all full pages of the row, on the rank that finds pages.
+        """
+        row = self.rows[row_id]
+        for index in indices:
+            page, end = row.parts[index], (index + 1) * self.page_size
+            if page.prefix is not None:
+                continue
+            numbers = []
+            for kind, held in enumerate(row.indices):
+                at = bisect.bisect_left(held, index)
+                is_here = at < len(held) and held[at] == index
+                numbers.append(self.numbers[kind].share(row.pages[kind][at]) if is_here else None)
+            is_whole = tuple([end > forgotten for forgotten in row.forgotten])
+            state = row.state if row.state is not None and row.state.length == end else None
+            key = keys[index] if keys else None
+            entry = PrefixPage(page, numbers, is_whole, row.state is not None, state, row.note, row.next_positions, key)
+            self._hold(page)
+            self.prefixes.add(entry)
+
+    def begin(self, row_id: int, numbers: Sequence[int]) -> None:
+        """Let an empty row begin with pages that `Prefixes.find` has found."""
+        row, pages = self.rows[row_id], [self.prefixes[number] for number in numbers]
+        assert not row.length and pages, row
+        row.length, row.parts = len(pages) * self.page_size, [entry.page for entry in pages]
+        row.forgotten = [0 if window is None else max(0, row.length - window + 1) for window in self.windows]
+        for index, entry in enumerate(pages):
+            self._hold(entry.page)
+            row.runs[entry.page.rank].add(index)
+            for kind, number in enumerate(entry.numbers):
+                if number is not None and (index + 1) * self.page_size > row.forgotten[kind]:
+                    row.indices[kind].append(index)
+                    row.pages[kind].append(self.numbers[kind].share(number))
+        row.note, row.state, row.version = pages[-1].note, pages[-1].state, row.version + 1
+        if pages[-1].next_positions is not None:
+            row.next_positions = pages[-1].next_positions[: row.length]
+        self._count(row)
+
+    def evict(self, count: int) -> None:
+        """Take away this many of the pages that rows might begin with and none does, those used least recently."""
+        for number in list(itertools.islice(self.prefixes.unused, count)):
+            entry = self.prefixes.remove(number)
+            for kind, page in enumerate(entry.numbers):
+                if page is not None:
+                    self.numbers[kind].release(page)
+            self._release(entry.page)
+
+    def _hold(self, page: RowPage) -> None:
+        page.holders += 1
+        self.prefixes.unused.pop(page.prefix, None)
 
     def _new_page(self, rank: int) -> RowPage:
         self.loads[rank] += 1
         return RowPage(rank)
 
     def _release(self, page: RowPage) -> None:
-        page.rows -= 1
-        if not page.rows:
+        page.holders -= 1
+        if not page.holders:
             self.loads[page.rank] -= 1
+        elif page.holders == 1 and page.prefix is not None:
+            self.prefixes.unused[page.prefix] = None
 
     def remove(self, row_id: int) -> None:
         self.crop(row_id, 0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from . import ShardedCache
 from .forward import ForwardPass, forward_pass
 from .graph import GraphedSteps
 from .packed import PackedRows
-from .page_numbers import Forecast
 from .weight_gathering import WeightGathering
 
 CHUNK_SIZE = 2048
@@ -141,14 +139,12 @@ class RowRunner:
 
     @property
     def free_tokens(self) -> int | None:
-        """Tokens that still fit into the cache, in whole pages; None = it grows. What rows share counts once."""
+        """Tokens that still fit into the cache, in whole pages, once shared ones that no row has are evicted; None = it
+        grows. What rows share counts once."""
         if self.capacity_tokens is None:
             return None
-        return (self.capacity_tokens // self._book.page_size - sum(self._book.loads)) * self._book.page_size
-
-    def forecast(self, rows: Mapping[int, int]) -> Forecast | None:
-        """What `free_tokens` will be when rows have been changed; None = the cache grows. rows: ids by name."""
-        return None if self.capacity_tokens is None else Forecast(self._book, rows, self.capacity_tokens)
+        size, unused = self._book.page_size, len(self._book.prefixes.unused)
+        return (self.capacity_tokens // size - sum(self._book.loads) + unused) * size
 
     @property
     def used_bytes(self) -> int:

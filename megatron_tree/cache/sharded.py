@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from ..attention.selection import Blocks
 from ..kernels import SharedPages
-from .beginnings import SAVED_TOKENS, common_beginnings
 from .pages import CACHE_DTYPES, LayerPages, kept
+from .prefixes import SAVED_TOKENS, common_beginnings
 from .rows import Append, Row, RowBook
 
 WIDER = 8  # tables are as wide as a multiple of so many pages
@@ -198,7 +199,8 @@ class ShardedCache:
         tables = self._tables_of(kind, row_ids, width, device)
         self.fill(tables, kind, row_ids)
         pages, indices = tables.pages[:, :width], tables.indices[:, :width]
-        if len(rows) == 1 or self.book.windows[kind] is not None or not self.book.numbers[kind].num_shared:
+        firsts = [row.pages[kind][0] for row in rows if row.pages[kind]]
+        if self.book.windows[kind] is not None or len(set(firsts)) == len(firsts):
             return View(pages, lengths, indices, self.page_size)
         state = row_ids, device, [row.version for row in rows]
         shared, skipped, tables = self._beginnings(kind, rows, held, state, [pages, indices])
@@ -278,6 +280,7 @@ class ShardedCache:
         self.resets += 1
         for row_id in list(self.book.rows):
             self.remove(row_id)
+        self.book.evict(len(self.book.prefixes.unused))
         self._tables.clear()
         self._shared.clear()
         for kind, numbers in enumerate(self.book.numbers):
@@ -307,7 +310,8 @@ class ShardedCache:
     @property
     def state_bytes(self) -> int:
         """Bytes of the rows' recurrent states; one that several rows share counts once."""
-        states = {id(row.state): row.state for row in self.book.rows.values() if row.state is not None}
+        holders = itertools.chain(self.book.rows.values(), self.book.prefixes)
+        states = {id(holder.state): holder.state for holder in holders if holder.state is not None}
         return sum(state.nbytes for state in states.values())
 
     @property

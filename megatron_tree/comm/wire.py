@@ -1,4 +1,4 @@
-"""JSON values between ranks: plans of the scheduler, figures, the outcome of a check. No pickle comes off a network."""
+"""JSON values between ranks: turns of the scheduler, figures, the outcome of a check. No pickle comes off a network."""
 
 from __future__ import annotations
 

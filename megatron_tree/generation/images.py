@@ -1,4 +1,4 @@
-"""Images of a request: in plans, in the keys of what the cache holds, and where a chunk of the prompt may end."""
+"""Images of a request: in turns, in the keys of what the cache holds, and where a chunk of the prompt may end."""
 
 from __future__ import annotations
 

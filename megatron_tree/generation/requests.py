@@ -1,4 +1,4 @@
-"""Requests and events of the scheduler, and the state of a request that is served."""
+"""Requests and events of the scheduler, whether a request can be served, and its state while it is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .grammars import Grammar
+from ..cache.runner import RowRunner
+from .grammars import Grammar, Grammars
 from .images import PromptImages
 from .sampler import Choice, Sampler
 from .sampling import SamplingParams
@@ -19,7 +20,7 @@ from .stopping import Stopper
 
 
 @dataclass(kw_only=True)
-class KeptRow:
+class OwnRow:
     """A row of the cache that stays when a request has ended, for the next one; see `Scheduler.keep`.
 
     The next request may share a beginning with what the row holds: that is not run again.
@@ -45,7 +46,7 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     n: int = 1
     """Answers to the prompt, sampled independently."""
-    row: KeptRow | None = None
+    row: OwnRow | None = None
     """Use this row of the cache and leave it there; one request at a time, with n=1."""
     begun: Sequence[Sequence[int] | None] = ()
     """The tokens of each answer, one or more, if another scheduler began them: they go on from there, and only what
@@ -55,8 +56,98 @@ class Request:
     out the space before a first word."""
     salt: str = ""
     """Only requests with the same one use what the cache holds of this one's prompt and answers."""
+    keep_logits: bool = False
+    """Whether events have the logits of their tokens."""
     images: Mapping[str, Tensor] | None = None
     """What the model's processor returns beside the tokens of a prompt with images: pixel_values and so on."""
+
+
+def check_request(
+    request: Request, runner: RowRunner, capacity: int | None, max_rows: int, tokenizer, grammars: Grammars
+) -> Tensor:
+    """See `Scheduler.check`. capacity: tokens of the whole cache; None: it grows."""
+    params = request.sampling
+    prompt = prompt_tensor(request.prompt, runner.vocab_size)
+    if not isinstance(request.n, int) or not 1 <= request.n <= max_rows:
+        raise ValueError(f"n={request.n!r} must be from 1 to max_rows={max_rows}: ask for fewer answers")
+    if request.row is not None and request.n > 1:
+        raise ValueError(f"n={request.n}: a request with a row of its own has one answer")
+    if request.begun:
+        _check_begun(request)
+    for name in ("stop_token_ids", "logit_bias"):
+        value = getattr(params, name)
+        if any(token >= runner.vocab_size for token in value):
+            raise ValueError(f"{name}={value}: the model has tokens 0 to {runner.vocab_size - 1}")
+    if params.stop and tokenizer is None:
+        raise ValueError(f"stop={params.stop!r} needs a tokenizer: give one to the scheduler, or use stop_token_ids")
+    if params.json_schema is not None:
+        if params.ignore_eos:
+            raise ValueError("ignore_eos: an answer with a JSON schema ends with it: leave ignore_eos out")
+        if params.min_tokens:
+            raise ValueError("min_tokens: an answer with a JSON schema ends with it: leave min_tokens out")
+        grammars.require(params.json_schema)
+    if params.min_tokens > params.max_tokens:
+        raise ValueError(f"min_tokens={params.min_tokens} must be at most max_tokens={params.max_tokens}")
+    if prompt_images(request, prompt, runner) is not None and params.prompt_logprobs is not None:
+        raise ValueError("prompt_logprobs: a prompt with images has none: leave it out")
+    num_prompt = len(prompt)
+    length = num_prompt + params.max_tokens
+    asked = f"{num_prompt:,} prompt tokens and max_tokens={params.max_tokens:,}"
+    if runner.max_positions is not None and length > runner.max_positions:
+        raise ValueError(
+            f"{asked} exceed the model's {runner.max_positions:,} positions: shorten the prompt, or ask for at "
+            f"most {max(runner.max_positions - num_prompt, 0):,} new tokens"
+        )
+    page = runner.page_size
+    pages = request.n * -(-length // page) - (request.n - 1) * (num_prompt // page)
+    if capacity is not None and pages * page > capacity:
+        each = f" for each of {request.n} answers" if request.n > 1 else ""
+        raise ValueError(
+            f"{asked}{each} exceed the cache of {capacity:,} tokens: shorten the prompt, ask for less, or "
+            "give the cache more memory"
+        )
+    return prompt
+
+
+def _check_begun(request: Request) -> None:
+    if len(request.begun) != request.n or request.row is not None:
+        raise ValueError(f"begun: {len(request.begun)} answers of n={request.n}, which have no row of their own")
+    going = [tokens for tokens in request.begun if tokens is not None]
+    if not going or not all(0 < len(tokens) < request.sampling.max_tokens for tokens in going):
+        raise ValueError("begun: an answer that goes on has one token or more, and fewer than max_tokens")
+    if request.sampling.temperature > 0 and request.sampling.seed is None:
+        raise ValueError("begun: sampled answers go on with their seed: pass the one that they were begun with")
+
+
+def prompt_images(request: Request, prompt: Tensor, runner: RowRunner) -> PromptImages | None:
+    """The images of a request. Raises: ``ValueError`` for a model that takes none, or a prompt without their tokens."""
+    if request.images is None:
+        return None
+    tokens = runner.image_tokens
+    if not tokens:
+        raise ValueError("images: this model takes none: leave them out, or start one of images and text")
+    if not torch.isin(prompt, torch.tensor(tokens)).any():
+        raise ValueError(f"images: the prompt has none of the tokens {list(tokens)} that stand for them")
+    return PromptImages(prompt, request.images, tokens, joined=runner.joins_images)
+
+
+def prompt_tensor(prompt: Sequence[int] | Tensor, vocab_size: int) -> Tensor:
+    """int64 [n], on the CPU. Raises: ``ValueError`` for an empty one, other shapes, tokens that the model lacks."""
+    try:
+        tokens = torch.as_tensor(prompt).cpu()
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"prompt must be a list of token numbers: {error}") from None
+    if tokens.dim() != 1 or len(tokens) == 0 or tokens.dtype.is_floating_point or tokens.dtype == torch.bool:
+        given = f"{list(tokens.shape)} of {tokens.dtype}"
+        raise ValueError(f"prompt must be a list of one token number or more, got {given}")
+    tokens = tokens.to(torch.int64)
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"prompt holds the token {low if low < 0 else high}, the model has 0 to {vocab_size - 1}: is the tokenizer "
+            "the model's own?"
+        )
+    return tokens
 
 
 class Usage(NamedTuple):
@@ -94,6 +185,8 @@ class Event(NamedTuple):
     """With every finish_reason."""
     last: bool = False
     """Whether all answers of the request have ended."""
+    logits: Tensor | None = None
+    """fp32 [vocab] that the token was chosen from, if asked for."""
 
 
 EventSink = Callable[[Event], None]
@@ -113,7 +206,7 @@ class ActiveAnswer:
     """Tokens in its row."""
     tokens: list[int] = field(default_factory=list)
     token: int | None = None
-    """The last of them, while no plan holds it."""
+    """The last of them, while no turn holds it."""
     finished: bool = False
     draft_state: DraftState | None = None
     """With speculation, once it makes steps."""
@@ -124,7 +217,7 @@ class ActiveAnswer:
     filled: bool = False
     """Whether its row holds `num_known` tokens."""
     embedded: bool = False
-    """Whether a plan has embedded the prompt's images for its row."""
+    """Whether a turn has embedded the prompt's images for its row."""
     logits: Tensor | None = None
     """fp32 [vocab], for its next token, while the mask for that is computed; its row then holds all its tokens."""
 
@@ -186,7 +279,7 @@ class ActiveAnswer:
         return any(not answer.sampler.matcher.mask.done() for answer in answers)
 
     def lose_row(self) -> None:
-        """Its token that no plan holds is still to come first."""
+        """Its token that no turn holds is still to come first."""
         self.handle, self.length, self.filled = None, 0, False
         if not self.request.begun:
             self.request.scored = []
@@ -205,9 +298,9 @@ class ActiveAnswer:
             self.request.grammar.close()
 
     def send(self, token: int | None, text: str, report: Choice | None = None, **end) -> None:
-        """Send an event. end: fields of the answer's last one, which is recorded as its end."""
+        """Send an event. end: its last fields; with a finish_reason the answer's end is recorded."""
         request = self.request
-        if end:
+        if "finish_reason" in end:
             self.finish()
             tokens = request.num_prompt, self.stopper.num_tokens, request.num_cached
             end |= {"usage": Usage(*tokens, request.waited_s), "last": not request.unfinished}
@@ -238,7 +331,7 @@ class ServedRequest:
         self.prompt, self.num_prompt, self.sink = prompt, len(prompt), sink
         self.row, self.images, self.grammar, self.salt = request.row, images, grammar, request.salt
         self.named_prompt = prompt if images is None else torch.tensor(self.named(prompt.tolist()))
-        self.params = request.sampling.with_seed()
+        self.params, self.keep_logits = request.sampling.with_seed(), request.keep_logits
         self.num_cached = 0
         """Tokens of the prompt that the cache held."""
         self.prefix_keys: list[bytes] | None = None  # of the prompt's pages, once they were asked for

@@ -1,8 +1,9 @@
 """Rows of the cache for the answers that are served: given, shared, and taken back where memory runs out.
 
-An answer gets a row when the cache has room for its prompt and SOON more tokens. Where the tokens of a turn don't fit,
-kept rows go first, then the latest answers are preempted: their rows are removed, and filled again when there
-is room, with the prompt and the tokens that the answer has. Nothing else of an answer changes.
+An answer gets a row when the cache has room for its prompt and SOON more tokens. Its row begins with pages that are
+shared already, and shares its own. Where the tokens of a turn don't fit, shared pages that no row has are evicted;
+where that is not enough, the latest answers are preempted: their rows are removed, and filled again when there is room,
+with the prompt and the tokens that the answer has. Nothing else of an answer changes.
 """
 
 from __future__ import annotations
@@ -10,38 +11,43 @@ from __future__ import annotations
 import itertools
 import math
 
+from ..cache.prefixes import page_keys
 from ..errors import TreeError
-from .executor import Executor
-from .plans import Add, Crop, End, Fork, Operation, Remove, apply
-from .prefixes import Prefixes
+from .executor import Executor, Operation, runs_of_numbers
 from .requests import ActiveAnswer, ServedRequest
 
 SOON = 64  # tokens that every answer with a row should be able to add before memory runs out
 
 
 class Room:
-    """Which answers have rows. On the leader; `operations` is what the next plan begins with.
+    """Which answers have rows. On the leader, which changes rows at once; `take_changes` is what the others have to do.
 
     max_rows: answers with a row.
-    keep_bytes: rows stay when their answers have ended, for prompts that begin alike, while the cache takes at most
-        this many bytes on a rank; 0: none stays.
+    keep_bytes: shared pages stay when their rows have gone, for prompts that begin alike, while the cache takes at most
+        this many bytes on a rank; 0: none are shared.
     """
 
     def __init__(self, executor: Executor, *, max_rows: int, keep_bytes: int):
-        self._executor, self._runner = executor, executor.runner
+        self._executor, self._runner, self._prefixes = executor, executor.runner, executor.book.prefixes
         self._max_rows, self._page_size, self._keep_bytes = max_rows, self._runner.page_size, keep_bytes
-        self._prefixes, self._handles = Prefixes(self._page_size), itertools.count()
+        self._handles = itertools.count()
         self.served: list[ServedRequest] = []
         """Those that were admitted and have not ended, in the order in which they came."""
-        self.operations: list[Operation] = []
-        self._spare = math.inf  # tokens of the cache that the next turn leaves free
+        self.changes: list[Operation] = []
+        """What the others have to do before the next passes."""
+        self._due = 0  # tokens of the cache that the next turn takes
         self.preemptions = 0
         """Answers that lost their rows, since the start."""
 
-    @property
-    def keeps_too_much(self) -> bool:
-        """Whether kept rows take more than they may."""
-        return len(self._prefixes) > 0 and self._runner.used_bytes > self._keep_bytes
+    def change(self, *operation) -> None:
+        """Carry out an operation on rows here, and in the next turn elsewhere."""
+        self._executor.change([operation])
+        self.changes.append(operation)
+
+    def take_changes(self) -> list[Operation]:
+        """What the others have to do, once."""
+        changes, self.changes = self.changes, []
+        return changes
 
     def answers_with_rows(self) -> list[ActiveAnswer]:
         """In the order in which their requests came."""
@@ -75,185 +81,170 @@ class Room:
                 return
 
     def _give_row(self, answer: ActiveAnswer) -> bool:
-        """Whether there was room for an answer's row; without a row that it could begin with if it must be so."""
-        source = self._beginning(answer)
-        return self._give(answer, source) or (source is not None and self._give(answer, None))
-
-    def _give(self, answer: ActiveAnswer, source: tuple[int, int] | None) -> bool:
-        """The same with a source of the row's beginning, see `_beginning`."""
-        request = answer.request
-        kept = None if source is None else self._prefixes.kept_length(source[0])
-        takes_over = kept is not None and 2 * source[1] >= kept  # little would be lost
-        needed = self._soon(answer)
-        if takes_over:
-            needed -= self._whole_pages(kept)
-        elif source is not None:
-            needed -= self._full_pages(source[1])
+        """Whether there was room for an answer's row: it is a copy of another answer's to the same prompt, the one that
+        its request names, or a new one that begins with shared pages."""
+        request, held, pages = answer.request, 0, []
+        source = next((a.handle for a in request.unfinished if self._can_copy(a)), None) if request.begun else None
+        if source is not None:
+            held = request.num_prompt
         elif request.row is not None:
-            needed -= self._full_pages(request.row.shared(request.named_prompt))
-        if not self._make_room_for(request, needed, None if source is None else source[0]):
+            held = request.row.shared(request.named_prompt)
+        else:
+            pages = self._find(answer)
+            held = self._page_size * sum(page not in self._prefixes.unused for page in pages)
+        if not self._has_room_for(request, self._soon(answer) - self._full_pages(held)):
             return False
         if request.row is not None:
             self._continue_kept_row(answer)
-        elif takes_over:
-            self._prefixes.forget(source[0])
-            self.operations.append(Crop(*source))
-            answer.take_row(*source)
+        elif source is not None:
+            answer.take_row(next(self._handles), request.num_prompt)
+            self.change("fork", source, answer.handle)
+            self.change("crop", answer.handle, request.num_prompt)
         else:
-            handle, length = next(self._handles), 0
-            if source is not None and request.begun:
-                length = source[1]
-                self.operations += [Fork(source[0], handle), Crop(handle, length)]
-            else:
-                self.operations.append(Add(handle))
-            answer.take_row(handle, length)
+            answer.take_row(next(self._handles))
+            self.change("add", answer.handle)
+            self._begin(answer, pages)
         return True
+
+    def _can_copy(self, answer: ActiveAnswer) -> bool:
+        """Whether its row holds the prompt, and a copy can go back to that."""
+        num_prompt = answer.request.num_prompt
+        has_prompt = answer.handle is not None and answer.length >= num_prompt
+        return has_prompt and self._executor.can_crop(answer.handle, num_prompt)
 
     def _continue_kept_row(self, answer: ActiveAnswer) -> None:
         row = answer.request.row
         shared = row.shared(answer.request.named_prompt)
         if not self._executor.can_crop(row.handle, shared):  # layers with a window have dropped what it needs
-            self.operations += [Remove(row.handle), Add(row.handle)]
             shared = 0
-        elif shared < len(row.tokens):
-            self.operations.append(Crop(row.handle, shared))
+        if shared < len(row.tokens):
+            self.change("crop", row.handle, shared)
         del row.tokens[shared:]
         answer.take_row(row.handle, shared)
 
-    def _make_room_for(self, request: ServedRequest, needed: int, spared: int | None) -> bool:
-        """Whether rows and memory for a request's row are free, or can be taken from kept rows, but not from the spared
-        one; then they are."""
+    def _has_room_for(self, request: ServedRequest, needed: int) -> bool:
+        """Whether rows, and memory for a request's row, are free."""
         if request.num_rows + self.rows_in_use > self._max_rows:
             return False
-        forecast, evicted = self._forecast(), []
-        if forecast is None:
+        if self._free == math.inf:
             return True
         holders = self.answers_with_rows()
-        needed += sum(map(self._promised, holders))
-        for handle, _ in self._prefixes.kept:
-            if forecast.free_tokens < needed and handle != spared:
-                evicted.append(handle)
-                forecast.remove(handle)
-        if forecast.free_tokens < needed:
-            if not holders and spared is None:
-                raise TreeError(
-                    f"request {request.id} needs {needed:,} tokens of the cache; no other request is served, but "
-                    f"only {forecast.free_tokens:,} are free: rows that the scheduler did not make are in it"
-                )
-            return False
-        for handle in evicted:
-            self._remove(handle)
-        return True
+        if self._free - sum(map(self._promised, holders)) >= needed:
+            return True
+        if not holders:
+            raise TreeError(
+                f"request {request.id} needs {needed:,} tokens of the cache; no other request is served, but "
+                f"only {self._free:,} are free: rows that the scheduler did not make are in it"
+            )
+        return False
 
     def make_room(self, chunk: int) -> None:
         """Let the tokens of the next turn fit: one more of every answer, up to `chunk` of a row that is filled."""
-        if self._runner.free_tokens is None:
+        self._evict_beyond_budget()
+        if self._free == math.inf:
             return
-        while (spare := self._free() - self._due(chunk)) < 0:
-            if len(self._prefixes):
-                self.evict_one()
-                continue
+        while self._free < (due := self._tokens_of_turn(chunk)):
             holders = self.answers_with_rows()
             may_go = [answer for answer in holders if answer.request.row is None]
             if not may_go or len(holders) == 1:
                 raise TreeError("the cache is full of rows that the scheduler did not make")
             self._preempt(may_go[-1])
-        self._spare = spare
+        self._due = 0
+        self._take(due)
 
-    def evict_one(self) -> None:
-        """Remove the kept row that was used least recently."""
-        self._remove(self._prefixes.kept[0][0])
+    def _take(self, tokens: int) -> None:
+        """The next turn takes these, too: pages that no row has are evicted for them."""
+        self._due += tokens
+        unused = len(self._prefixes.unused)
+        if unused and (lacking := self._due - self._free + unused * self._page_size) > 0:
+            self.change("evict", -(-lacking // self._page_size))
 
-    def copy_beginnings(self, to_fill: list[ActiveAnswer]) -> None:
-        """Copy rows with the beginning of a prompt whose first chunk is about to be run, in this order."""
+    def _evict_beyond_budget(self) -> None:
+        unused, before = self._prefixes.unused, len(self._prefixes.unused)
+        while unused and self._runner.used_bytes > self._keep_bytes:
+            self._executor.evict(1)
+        if len(unused) < before:
+            self.changes.append(("evict", before - len(unused)))
+
+    def begin_rows(self, to_fill: list[ActiveAnswer]) -> None:
+        """Let rows whose first chunk is about to be run, in this order, begin with pages that are shared by now."""
         left = self._runner.chunk_size
         for answer in to_fill:
-            source = None if answer.length else self._beginning(answer)
-            if source is not None and self._whole_pages(source[1]) - self._full_pages(source[1]) > self._free():
-                source = None
-            done = answer.length if source is None else source[1]
-            chunk = min(answer.num_known - done, self._runner.chunk_size)
+            pages = [] if answer.length else self._find(answer)
+            missing = answer.num_known - answer.length - len(pages) * self._page_size
+            chunk = min(missing, self._runner.chunk_size)
             if chunk > left:
-                continue  # perhaps more of it can be copied in a later turn
+                continue  # perhaps more of it is shared in a later turn
             left -= chunk
-            if source is not None:
-                self.operations += [Remove(answer.handle), Fork(source[0], answer.handle), Crop(answer.handle, done)]
-                answer.take_row(answer.handle, done)
+            self._begin(answer, pages)
 
-    def hold_prompt(self, request: ServedRequest, handle: int) -> None:
-        """A row holds a request's prompt: others may copy it."""
-        if self._keep_bytes and request.row is None:
-            self._prefixes.put(handle, request.named_prompt, request.salt)
+    def _begin(self, answer: ActiveAnswer, pages: list[int]) -> None:
+        """Let an answer's empty row begin with shared pages, if there are any."""
+        if pages:
+            self.change("begin", answer.handle, runs_of_numbers(pages))
+            answer.take_row(answer.handle, len(pages) * self._page_size)
+
+    def _find(self, answer: ActiveAnswer) -> list[int]:
+        """Numbers of shared pages that an answer's row can begin with; the prompt's last token is run where the answer
+        has none."""
+        request = answer.request
+        if not self._keep_bytes or request.row is not None or (request.scores and not request.begun):
+            return []
+        if request.prefix_keys is None:
+            request.prefix_keys = page_keys(request.named_prompt, self._page_size, request.salt)
+        most = answer.num_known if request.begun else answer.num_known - 1
+        return self._prefixes.find(request.prefix_keys[: most // self._page_size])
+
+    def share(self, request: ServedRequest, handle: int, tokens: list[int]) -> None:
+        """Others may begin with the full pages of a row, which holds these tokens."""
+        if not self._keep_bytes or request.row is not None:
+            return
+        keys = page_keys(tokens, self._page_size, request.salt)
+        pages = runs_of_numbers(self._executor.pages_to_share(handle, keys))
+        if pages:
+            self._executor.share(handle, pages, keys)
+            self.changes.append(("share", handle, pages))
+
+    def release(self, request: ServedRequest, handle: int, tokens: list[int]) -> None:
+        """A request needs a row no more, which holds these tokens."""
+        if request.row is None:
+            self.share(request, handle, tokens)
+            self.change("remove", handle)
 
     def can_pad(self, lengths: list[tuple[int, int]], width: int) -> bool:
-        """Whether rows may take this many tokens each for one turn, in which they go from one length to another."""
+        """Whether rows may take this many tokens each for one turn, in which they go from one length to another; if so,
+        there is memory for them."""
         size = self._page_size
-        return size * sum([-(-(a + width) // size) - -(-b // size) for a, b in lengths]) <= self._spare
+        tokens = size * sum([-(-(a + width) // size) - -(-b // size) for a, b in lengths])
+        fits = self._due + tokens <= self._free
+        if fits:
+            self._take(tokens)
+            self._due -= tokens  # rows that are run together are padded to one width
+        return fits
 
     def widest_step(self, answers: list[ActiveAnswer], most: int) -> int:
         """How many tokens each of these rows may take in the next turn, up to `most`; some are removed again."""
         limits = [limit for a in answers if (limit := self._runner.most_at_once(a.length)) is not None]
         widths = range(min([most, *limits]), 1, -1)
-        return next((width for width in widths if self._widening(answers, width) <= self._spare), 1)
+        return next((width for width in widths if self._due + self._widening(answers, width) <= self._free), 1)
 
     def widen_step(self, answers: list[ActiveAnswer], width: int) -> None:
-        self._spare -= self._widening(answers, width)
+        self._take(self._widening(answers, width))
 
     def _widening(self, answers: list[ActiveAnswer], width: int) -> int:
         """Tokens of the cache that they take beyond those for one token each."""
         return sum(self._whole_pages(a.length + width) - self._whole_pages(a.length + 1) for a in answers)
 
-    def release(self, request: ServedRequest, handle: int, tokens: list[int]) -> None:
-        """A request needs a row no more, which holds these tokens: it goes, or is kept for others."""
-        if request.row is not None:
-            return
-        self._prefixes.forget(handle)
-        if not (self._keep_bytes and self._prefixes.keep(handle, tokens, request.salt)):
-            self.operations.append(Remove(handle))
-
-    def _beginning(self, answer: ActiveAnswer) -> tuple[int, int] | None:
-        """(handle, tokens) of a row that holds the beginning of an answer's: another answer's, or found by its keys."""
-        request = answer.request
-        if request.row is not None or not (request.begun or self._keep_bytes) or (request.scores and not request.begun):
-            return None
-        new = {operation[-1] for operation in self.operations if isinstance(operation, Add | Fork)}
-        if request.begun:
-            others = [a for a in request.unfinished if a.handle is not None and a.length >= request.num_prompt]
-            source = next(((a.handle, request.num_prompt) for a in others if a.handle not in new), None)
-            if source is not None and self._executor.can_crop(*source):
-                return source
-        if not self._keep_bytes:
-            return None
-        if request.prefix_keys is None:
-            request.prefix_keys = self._prefixes.keys(request.named_prompt, request.salt)
-        source = self._prefixes.find(request.prefix_keys)
-        if source is None or source[0] in new:
-            return None
-        handle, shared = source[0], min(source[1], answer.num_known if request.begun else answer.num_known - 1)
-        return (handle, shared) if shared and self._executor.can_crop(handle, shared) else None
-
     def _preempt(self, answer: ActiveAnswer) -> None:
-        self._remove(answer.handle)
+        self.change("remove", answer.handle)
         answer.lose_row()
         self.preemptions += 1
 
-    def _remove(self, handle: int) -> None:
-        self._prefixes.forget(handle)
-        self.operations.append(Remove(handle))
-
-    def _forecast(self):
-        """Of the cache once the operations have been carried out; None if it grows. See `RowRunner.forecast`."""
-        forecast = self._executor.forecast()
-        if forecast is not None:
-            for operation in self.operations:
-                if not isinstance(operation, End):
-                    apply(operation, forecast)
-        return forecast
-
+    @property
     def _free(self) -> float:
-        """Tokens of the cache that are free once they have been carried out; infinity if it grows."""
-        forecast = self._forecast()
-        return math.inf if forecast is None else forecast.free_tokens
+        """Tokens of the cache that are free, or in shared pages that no row has; infinity if it grows."""
+        free = self._runner.free_tokens
+        return math.inf if free is None else free
 
     def _soon(self, answer: ActiveAnswer) -> int:
         """Tokens of the cache that the rows which an answer's stands for will take; they share the prompt's pages."""
@@ -265,7 +256,7 @@ class Room:
         """Tokens of the cache that an answer with a row is to find free, besides those that it has."""
         return max(self._soon(answer) - self._whole_pages(answer.length), 0)
 
-    def _due(self, chunk: int) -> int:
+    def _tokens_of_turn(self, chunk: int) -> int:
         """Tokens of the cache that the rows take in the next turn."""
         pages, size = 0, self._page_size
         for answer in self.answers_with_rows():

@@ -1,8 +1,8 @@
 """Continuous batching: requests come and go while the model runs; every answer has a row of the cache.
 
-Only rank 0, the leader, knows the requests. In every turn it makes a plan, a short list of operations on rows, and
-broadcasts it; all ranks carry it out. The tokens that the leader chose in one turn travel in the next turn's plan, so
-that a decoding step costs one broadcast for any number of rows.
+Only rank 0, the leader, knows the requests. In every turn it decides what is run, and broadcasts that as a short list
+of operations; all ranks carry it out. The tokens that the leader chose in one turn travel in the next one, so that a
+decoding step costs one broadcast for any number of rows.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ from ..comm.wire import share, share_check
 from ..config import default_config
 from ..errors import TreeError
 from ..log import logger
-from .checks import check_request, prompt_images
-from .executor import Executor
+from .batcher import Batcher
+from .executor import Executor, Turn
 from .grammars import Grammars
-from .planner import StepPlanner
-from .plans import Plan
-from .requests import EventSink, KeptRow, Request, ServedRequest
+from .requests import EventSink, OwnRow, Request, ServedRequest, check_request, prompt_images
 from .speculation import NO_SPECULATION, Speculated, Speculation
 
 
@@ -62,15 +60,15 @@ class Scheduler:
         max_rows: answers generated at the same time.
         max_waiting: requests that may wait; one more raises `QueueFull`.
         end_tokens: the model's end tokens; None: the tokenizer's.
-        plan_group: group of the same ranks, same rank 0, for the plans, for instance a gloo group next to NCCL; default
+        group: the same ranks, same rank 0, for the turns, for instance a gloo group next to NCCL; default
             the runner's token_group.
-        heartbeat_s: seconds after which an idle leader sends an empty plan, so that waiting ranks don't time out, or a
+        heartbeat_s: seconds after which an idle leader sends an empty turn, so that waiting ranks don't time out, or a
             quarter of their `monitored` region's limit; None: 10, or a quarter of timeout_s where that is less.
         timeout_s: seconds that one broadcast may take.
         transport: of the broadcasts, as in `TreeConfig`; None: that of `default_config()`.
-        executor: what carries out the plans; default an `Executor` of the runner.
+        executor: what carries out the turns; default an `Executor` of the runner.
         prefill_first: no answer is continued while a prompt is prefilled, so that all answers advance together.
-        keep_bytes: rows stay in the cache when their requests have ended, for later prompts that begin alike, as long
+        keep_bytes: full pages stay in the cache when their rows have gone, for later prompts that begin alike, as long
             as it takes at most this many bytes on rank 0; those used least recently go first. 0: none stays.
         speculation: on rank 0, decides which tokens are drafted in steps; None: none are. Answers don't depend on it.
     Raises: ValueError.
@@ -84,7 +82,7 @@ class Scheduler:
         max_rows: int,
         max_waiting: int,
         end_tokens: Collection[int] | None = None,
-        plan_group=None,
+        group=None,
         heartbeat_s: float | None = None,
         timeout_s: float = 600.0,
         transport: str | None = None,
@@ -111,7 +109,7 @@ class Scheduler:
         self.max_rows, self.max_waiting = max_rows, max_waiting
         config = default_config()
         config = replace(config, timeout_s=timeout_s, transport=transport or config.transport)
-        self._ranks = Ranks.of(runner.token_group if plan_group is None else plan_group, config=config)
+        self._ranks = Ranks.of(runner.token_group if group is None else group, config=config)
         self.is_leader, self._heartbeat_s = self._ranks.rank == 0, heartbeat_s
         self._capacity = runner.free_tokens
         self.executor, self._ended = executor or Executor(runner), False
@@ -121,11 +119,11 @@ class Scheduler:
         self._open: dict[int, ServedRequest] = {}
         self._waiting: deque[ServedRequest] = deque()
         self._cancels: set[int] = set()
-        self._is_news = False  # something that the next plan has to heed
+        self._is_news = False  # something that the next turn has to heed
         self._deadline: float | None = None  # of open requests, once the loop is to end
         self._failure: str | None = None
         self._numbers = itertools.count()
-        self._planner = StepPlanner(
+        self._batcher = Batcher(
             self.executor,
             max_rows=max_rows,
             prefill_first=prefill_first,
@@ -195,12 +193,12 @@ class Scheduler:
     @property
     def preemptions(self) -> int:
         """Answers that lost their rows for a while, since the start. From any thread of the leader."""
-        return self._planner.room.preemptions
+        return self._batcher.room.preemptions
 
     @property
     def rows_in_use(self) -> int:
         """Of max_rows. From any thread of the leader."""
-        return self._planner.room.rows_in_use
+        return self._batcher.room.rows_in_use
 
     @property
     def load(self) -> Load:
@@ -227,14 +225,14 @@ class Scheduler:
         while not self._ended and not self._turn(each_turn, wait=False).idle:
             pass
 
-    def keep(self, row: int | None = None, tokens: Sequence[int] = ()) -> KeptRow:
+    def keep(self, row: int | None = None, tokens: Sequence[int] = ()) -> OwnRow:
         """A row for requests that leave it in the cache. On all ranks, in the same order, in the thread of the loop.
 
         row: the runner's, which holds these tokens; None: a new one.
         """
-        return KeptRow(handle=self.executor.keep(row), tokens=list(tokens))
+        return OwnRow(handle=self.executor.keep(row), tokens=list(tokens))
 
-    def forget(self, row: KeptRow) -> None:
+    def forget(self, row: OwnRow) -> None:
         """Remove a kept row that no request uses. On all ranks, in the thread of the loop."""
         self.executor.remove(row.handle)
 
@@ -248,28 +246,29 @@ class Scheduler:
             self._turn(lambda: None, wait=True)
         return not self._ended
 
-    def _turn(self, each_turn: Callable[[], None], *, wait: bool) -> Plan:
-        """Returns the plan that was carried out."""
+    def _turn(self, each_turn: Callable[[], None], *, wait: bool) -> Turn:
+        """Returns the turn that was carried out."""
         if not self.is_leader:
-            plan = Plan.from_json(self._share(None))
-            if plan.failed is not None:
+            turn = Turn(*self._share(None))
+            if turn.failed is not None:
                 self._ended = True
-                raise TreeError(f"rank 0 of the scheduler failed: {plan.failed}")
-            self.executor.run(plan.operations)
-            self._ended = plan.stop
-            return plan
+                raise TreeError(f"rank 0 of the scheduler failed: {turn.failed}")
+            self.executor.change(turn.changes)
+            self.executor.run(turn.passes)
+            self._ended = turn.stop
+            return turn
         with self._giving_up(broadcast=True):
             each_turn()
-            if wait or self._planner.only_waits:
+            if wait or self._batcher.only_waits:
                 self._wait()
-            plan = self._plan()
+            turn = self._next_turn()
         with self._giving_up(broadcast=False):  # the others fail, too, or notice that this rank is gone
-            self._share(plan.to_json())
-            logits = self.executor.run(plan.operations)
+            self._share(turn)
+            logits = self.executor.run(turn.passes)
         with self._giving_up(broadcast=True):
-            self._planner.take_logits(logits)
-        self._ended = plan.stop
-        return plan
+            self._batcher.take_logits(logits)
+        self._ended = turn.stop
+        return turn
 
     def fail(self, error: BaseException) -> None:
         """Make the other ranks, which wait in `run_once`, fail too. The leader calls it in the thread of its loop."""
@@ -282,8 +281,8 @@ class Scheduler:
         """What `check()` returns on the leader, on all ranks, outside of the loop; see `share_check`."""
         return share_check(check, self._ranks)
 
-    def _share(self, plan):
-        return share(plan, self._ranks)
+    def _share(self, turn: Turn | None):
+        return share(turn, self._ranks)
 
     @contextlib.contextmanager
     def _giving_up(self, *, broadcast: bool):
@@ -304,11 +303,11 @@ class Scheduler:
                     except Exception:
                         logger.exception("the sink of request %d failed", request.id)
             if broadcast:
-                self._share(Plan(failed=text).to_json())
+                self._share(Turn(failed=text))
             raise
 
     def _wake(self) -> None:
-        """The next plan is to heed something. From any thread."""
+        """The next turn is to heed something. From any thread."""
         with self._changed:
             self._is_news = True
             self._changed.notify()
@@ -319,10 +318,10 @@ class Scheduler:
             end = time.monotonic() + min(self._heartbeat_s, wait_limit() / 4)
             if self._deadline is not None:
                 end = min(end, self._deadline) if self._open else 0.0
-            if not self._planner.has_work:
+            if not self._batcher.has_work:
                 self._changed.wait_for(lambda: self._is_news, max(end - time.monotonic(), 0.0))
 
-    def _plan(self) -> Plan:
+    def _next_turn(self) -> Turn:
         with self._changed:
             self._is_news = False
             stop = self._deadline is not None and (not self._open or time.monotonic() >= self._deadline)
@@ -332,13 +331,14 @@ class Scheduler:
             cancelled = [self._open[number] for number in numbers]
             self._cancels = set()
         for request in cancelled:
-            self._planner.cancel(request)
+            self._batcher.cancel(request)
         with self._changed:
-            self._planner.room.resume()
-            while self._waiting and self._planner.room.admits(self._waiting[0]):
+            self._batcher.room.resume()
+            while self._waiting and self._batcher.room.admits(self._waiting[0]):
                 self._waiting.popleft().has_row()
             idle = not self._open
-        return Plan(self._planner.plan(), stop, idle)
+        passes = self._batcher.passes()
+        return Turn(self._batcher.room.take_changes(), passes, stop, idle)
 
     def _forget(self, request: ServedRequest) -> None:
         with self._changed:

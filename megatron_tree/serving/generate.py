@@ -115,13 +115,13 @@ def _run_one(args: Namespace, ready: Worker) -> None:
             params,
             on_text=lambda text: print(text, end="", flush=True),
             progress=progress_bar("prefill") if rank == 0 else None,
-            keep_logits=args.check and rank == 0,
+            keep_logits=args.check,
             images=images,
         )
         say("", flush=True)
     figures, cache = time_figures(result), conversation.runner.cache
     local = {"rank": rank, "cached_tokens": cache.num_local_tokens, "cache_bytes": cache.nbytes}
-    local |= {"weight_bytes": engine.weight_bytes, "prefill_s": result.prefill_s}
+    local |= {"weight_bytes": engine.weight_bytes}
     figures["ranks"] = share_all(local, ready.ranks)
     if rank == 0:
         if args.num_speculative_tokens:
@@ -210,12 +210,12 @@ def memory_table(ranks: list[dict[str, Any]], model_bytes: int) -> str:
     whole = sum(r["cache_bytes"] for r in ranks)
     lines = [
         f"{'rank':>6} {'cached tokens':>14} {'cache bytes':>14} {'of the whole':>13} {'weight bytes':>15} "
-        f"{'of the whole':>13} {'prefill':>10}"
+        f"{'of the whole':>13}"
     ]
     for r in ranks:
         lines.append(
             f"{r['rank']:>6} {r['cached_tokens']:>14,} {r['cache_bytes']:>14,} {r['cache_bytes'] / whole:>12.1%} "
-            f"{r['weight_bytes']:>15,} {r['weight_bytes'] / model_bytes:>13.1%} {r['prefill_s']:>8.2f} s"
+            f"{r['weight_bytes']:>15,} {r['weight_bytes'] / model_bytes:>13.1%}"
         )
     return "\n".join(lines)
 

@@ -54,7 +54,7 @@ class Worker(NamedTuple):
 
     def scheduler(self, runner, *, max_rows: int, max_waiting: int, keep_bytes: int = 0) -> Scheduler:
         """A scheduler of a runner of the engine."""
-        options = {"end_tokens": self.end_tokens, "plan_group": self.ranks.group, "timeout_s": self.ranks.timeout_s}
+        options = {"end_tokens": self.end_tokens, "group": self.ranks.group, "timeout_s": self.ranks.timeout_s}
         options |= {"keep_bytes": keep_bytes, "speculation": self._speculation(runner)}
         return Scheduler(runner, self.tokenizer, max_rows=max_rows, max_waiting=max_waiting, **options)
 

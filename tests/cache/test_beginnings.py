@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from megatron_tree import TreeConfig, energy, tree_decode
 from megatron_tree.cache import ShardedCache, quantize, sharded
-from megatron_tree.cache.beginnings import common_beginnings
+from megatron_tree.cache.prefixes import common_beginnings
 from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import KVCache, SharedPages, attn_decode, backends
 from support.ranks import largest, run_distributed

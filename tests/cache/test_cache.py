@@ -7,6 +7,7 @@ import torch
 
 from megatron_tree.cache import LayerPages, RowBook, ShardedCache, quantize
 from megatron_tree.cache.pages import GROWTH
+from megatron_tree.cache.prefixes import page_keys
 
 WINDOWS = [None, 5, None, 12]  # three kinds of layers
 
@@ -38,6 +39,23 @@ class Fleet:
         (copy,) = ids
         self.naive[copy], self.chunk[copy] = list(self.naive[row]), self.chunk[row]
         return copy
+
+    def share(self, row):
+        """The first rank has the keys."""
+        book, keys = self.caches[0].book, page_keys(self.naive[row], self.page_size)
+        indices = book.pages_to_share(row, keys)
+        for cache in self.caches:
+            cache.book.share(row, indices, keys if cache.book is book else ())
+
+    def begin(self, text):
+        """A row with as much of a text as is found."""
+        numbers = self.caches[0].book.prefixes.find(page_keys(text, self.page_size))
+        if numbers:
+            row = self.add()
+            for cache in self.caches:
+                cache.book.begin(row, numbers)
+            self.naive[row] = text[: len(numbers) * self.page_size]
+        return len(numbers)
 
     def remove(self, row):
         self.each("remove", row)
@@ -91,6 +109,7 @@ class Fleet:
             held = [(row.pages[0][i], row.length - at * self.page_size) for row in book.rows.values()
                     for i, at in enumerate(row.indices[0])]  # fmt: skip
             full = {page for page, tokens in held if tokens >= self.page_size}
+            full |= {entry.numbers[0] for entry in book.prefixes if entry.numbers[0] is not None}
             begun = [page for page, tokens in held if tokens < self.page_size]
             assert book.loads[rank] == len(full) + len(begun), "shared pages that are full count once"
         for row, values in self.naive.items():
@@ -180,6 +199,44 @@ def test_random_operations_against_a_dict(seed):
         assert [numbers.used for numbers in cache.book.numbers] == [0] * 3
         assert cache.book.loads == [0] * len(fleet.caches)
         assert cache.nbytes == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_begin_with_shared_pages(seed):
+    """Of rows that go on, of others that have gone, with the same tokens on all ranks and in layers with windows."""
+    draw = random.Random(seed)
+    fleet = Fleet(world=(1, 2, 3, 4)[seed], page_size=(4, 3, 1, 2)[seed], windows=WINDOWS if seed % 2 else (None,))
+    texts, found = [], 0
+    for step in range(160):
+        rows = list(fleet.naive)
+        action = draw.choices(["append", "share", "begin", "fork", "crop", "remove", "evict"], [6, 4, 5, 1, 2, 2, 1])[0]
+        if action == "append" or not rows:
+            fleet.append([draw.choice([*rows, fleet.add()])], draw.randint(1, 12))
+        elif action == "share":
+            row = draw.choice(rows)
+            fleet.share(row)
+            texts.append(list(fleet.naive[row]))
+        elif action == "begin" and texts:
+            found += fleet.begin(draw.choice(texts)) > 0
+        elif action == "fork":
+            fleet.fork(draw.choice(rows))
+        elif action == "crop":
+            row = draw.choice(rows)
+            fleet.crop(row, draw.choice([0, len(fleet.naive[row])]))
+        elif action == "remove":
+            fleet.remove(draw.choice(rows))
+        else:
+            for cache in fleet.caches:
+                cache.book.evict(1)
+        if step % 4 == 0:
+            fleet.check()
+            assert len({str([*cache.book.prefixes.unused]) for cache in fleet.caches}) == 1
+    assert found > 3
+    for row in list(fleet.naive):
+        fleet.remove(row)
+    for cache in fleet.caches:
+        cache.book.evict(len(cache.book.prefixes.unused))
+        assert not any(numbers.used for numbers in cache.book.numbers) and not any(cache.book.loads)
 
 
 def test_a_fork_copies_a_page_when_one_of_the_two_writes():

@@ -1,4 +1,4 @@
-"""Pages of the cache: ranks hold equally many, rows share them, and changes can be foreseen."""
+"""Pages of the cache: ranks hold equally many, and rows share them."""
 
 import random
 import sys
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_tree.cache import RowBook, ShardedCache
-from megatron_tree.cache.page_numbers import Forecast, PageRuns
+from megatron_tree.cache.page_numbers import PageRuns
 
 
 @pytest.mark.parametrize(("world", "page_size"), [(1, 4), (3, 1), (7, 4)])
@@ -101,37 +101,3 @@ def test_new_pages_go_where_there_is_most_room(world):
         book.remove(row)
     assert book.loads == [0] * world
     assert book.numbers[0].used == 0
-
-
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_a_forecast_is_what_happens(page_size):
-    draw, book = random.Random(page_size), RowBook(0, 3, page_size)
-    names = dict(enumerate(book.add() for _ in range(4)))
-    for _ in range(40):
-        for row in names.values():
-            book.append([row], draw.randint(1, 9))
-        forecast, plan = Forecast(book, dict(names), 4096), []
-        lengths = {name: book.rows[row].length for name, row in names.items()}
-        for _ in range(draw.randint(1, 8)):
-            name, new = draw.choice(list(lengths)), max(lengths) + 1
-            few, many = len(lengths) < 2, len(lengths) > 8
-            change = draw.choice(["crop"] + ["remove"] * (not few) + ["add", "fork"] * (not many))
-            arguments = {"add": [new], "fork": [name, new], "crop": [name, draw.randint(0, lengths[name])]}
-            plan.append((change, *arguments.get(change, [name])))
-            if change in ("add", "fork"):
-                lengths[new] = 0 if change == "add" else lengths[name]
-            elif change == "crop":
-                lengths[name] = plan[-1][2]
-            else:
-                del lengths[name]
-            getattr(forecast, change)(*plan[-1][1:])
-        for change, name, *more in plan:
-            if change == "add":
-                names[name] = book.add()
-            elif change == "fork":
-                names[more[0]] = book.fork(names[name])
-            elif change == "crop":
-                book.crop(names[name], *more)
-            else:
-                book.remove(names.pop(name))
-        assert forecast.free_tokens == 4096 // page_size * page_size - sum(book.loads) * page_size, plan

@@ -141,7 +141,7 @@ def test_an_answer_whose_mask_is_late_keeps_nobody(model, monkeypatch, options):
     want = serve(make_scheduler(model, TOKENIZER)[0], REQUESTS)
     late = Late(monkeypatch)
     scheduler, runner = make_scheduler(model, TOKENIZER, **options)
-    scheduler._planner._prefill_first = first
+    scheduler._batcher._prefill_first = first
     told = [], []
     for asked, events in zip(REQUESTS, told, strict=True):
         scheduler.submit(asked, events.append)

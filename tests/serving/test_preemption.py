@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import transformers
-from megatron_tree.generation import planner, room
+from megatron_tree.generation import batcher, room
 from megatron_tree.generation.requests import Request
 from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.generation.scheduler import Scheduler
@@ -31,7 +31,7 @@ def model():
 @pytest.fixture(autouse=True)
 def _hardly_any_foresight(monkeypatch):
     monkeypatch.setattr(room, "SOON", 2)
-    monkeypatch.setattr(planner, "PATIENCE_S", 60.0)  # which rows take part in a step does not depend on the machine
+    monkeypatch.setattr(batcher, "PATIENCE_S", 60.0)  # which rows take part in a step does not depend on the machine
 
 
 def test_answers_that_pause_get_the_same_tokens():

@@ -19,7 +19,7 @@ import torch
 
 import transformers
 from megatron_tree.errors import CommError
-from megatron_tree.generation import planner
+from megatron_tree.generation import batcher
 from megatron_tree.generation.grammars import Grammars
 from megatron_tree.generation.requests import Request
 from megatron_tree.generation.scheduler import Scheduler
@@ -43,7 +43,7 @@ from support.speculation import Told, speculation, whole
 @pytest.mark.parametrize("speculates", [False, True])
 def test_answers_that_another_scheduler_began_go_on(speculates, monkeypatch):
     pytest.importorskip("llguidance")
-    monkeypatch.setattr(planner, "PATIENCE_S", 60.0)  # which rows take part in a step does not depend on the machine
+    monkeypatch.setattr(batcher, "PATIENCE_S", 60.0)  # which rows take part in a step does not depend on the machine
     torch.manual_seed(1)
     config = transformers.LlamaConfig(**SHAPE | {"vocab_size": 257})
     model, tokenizer = transformers.AutoModelForCausalLM.from_config(config).eval(), byte_tokenizer()

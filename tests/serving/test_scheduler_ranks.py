@@ -77,7 +77,7 @@ def _failing(rank, world, where):
 
     scheduler.submit(request(3, 3), sink)
     if where == "plan":
-        scheduler._planner.plan = lambda: 1 // 0
+        scheduler._batcher.passes = lambda: 1 // 0
     try:
         scheduler.run()
     finally:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 pytest.importorskip("transformers")
 
-from megatron_tree.generation import planner
+from megatron_tree.generation import batcher
 from megatron_tree.generation.conversation import Conversation
 from megatron_tree.generation.requests import Request
 from megatron_tree.generation.sampling import SamplingParams
@@ -59,7 +59,7 @@ def _ranks(rank, world, family):
     group = dist.group.WORLD if world > 1 else None
     tokenizer, requests = byte_tokenizer(size=VOCAB), _everything()
     late = {1: 1, 3: 4, 5: 6}
-    planner.PATIENCE_S = 60.0  # which rows take part in a step does not depend on the machine
+    batcher.PATIENCE_S = 60.0  # which rows take part in a step does not depend on the machine
     plain, runner = None, _tree_runner(tiny_model(family), group)
     lengths, step = [], runner.step
 

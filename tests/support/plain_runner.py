@@ -4,8 +4,7 @@ import copy
 
 import torch
 
-from megatron_tree.cache.page_numbers import Forecast
-from megatron_tree.cache.rows import RowBook
+from megatron_tree.cache import ShardedCache
 from transformers import DynamicCache
 
 
@@ -20,7 +19,8 @@ class PlainRunner:
         self.max_positions = model.config.max_position_embeddings
         self.capacity, self.page_size = capacity, page_size
         self.rows, self.calls, self.least_free = {}, [], capacity
-        self._book = RowBook(0, 1, page_size)  # counts as the real one does
+        self.store = ShardedCache([None], page_size=page_size)  # counts as the real one's does
+        self._book = self.store.book
         self._book.remove(self._book.add())  # rows are numbered from 1
 
     def add(self):
@@ -84,10 +84,7 @@ class PlainRunner:
     def free_tokens(self):
         if self.capacity is None:
             return None
-        return self.forecast({}).free_tokens
-
-    def forecast(self, rows):
-        return None if self.capacity is None else Forecast(self._book, rows, self.capacity)
+        return (self.capacity // self.page_size - sum(self._book.loads)) * self.page_size
 
 
 def character_tokenizer():

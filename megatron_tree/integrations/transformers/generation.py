@@ -16,9 +16,9 @@ from torch import Tensor
 from ...arguments import checked
 from ...comm import Ranks, check_local, shared_checks
 from ...config import check_choice
-from ...generation.answers import Answer, Recorder, answer_all
-from ...generation.checks import prompt_tensor
-from ...generation.requests import Request
+from ...generation.conversation import Answer, answer_all
+from ...generation.executor import Executor
+from ...generation.requests import Request, prompt_tensor
 from ...generation.sampling import SamplingParams
 from ...generation.scheduler import Scheduler
 from .attention import TreeCache, check_model
@@ -30,7 +30,7 @@ PREFILLS = ("sharded", "replicated")
 
 @dataclass
 class Generation:
-    """The result of `generate`; times are this rank's, in seconds."""
+    """The result of `generate`; times are rank 0's, in seconds."""
 
     tokens: Tensor
     """int64 [b, n]: the new tokens, the same on all ranks; rows that ended early are padded with the end token."""
@@ -39,7 +39,7 @@ class Generation:
     prefill: str
     """How the prompt was run: "sharded", or "replicated": as asked for, or as `Runner.shares_prompts` tells."""
     prefill_s: float = 0.0
-    """Time of the prompts."""
+    """Until all prompts had been run, and their first tokens were chosen."""
     first_token_s: float = 0.0
     """Time from the call to the first new token."""
     step_s: list[float] = field(default_factory=list)
@@ -100,7 +100,7 @@ def generate(
             end_tokens=ends,
             timeout_s=runner.config.timeout_s,
             transport=runner.config.transport,
-            executor=Recorder(runner, sharded=prefill == "sharded"),
+            executor=Executor(runner, sharded=prefill == "sharded"),
             prefill_first=True,
         )
     _agree(cache, input_ids, prefill=prefill, max_new_tokens=max_new_tokens)
@@ -108,13 +108,14 @@ def generate(
     cache.note_tokens(prompts)
     params = SamplingParams(max_tokens=max_new_tokens)
     kept = [scheduler.keep(row, prompt[: runner.length(row)].tolist()) for row, prompt in zip(cache.rows, prompts)]
-    requests = [Request(prompt=prompt, sampling=params, row=row) for prompt, row in zip(prompts, kept, strict=True)]
-    answers = answer_all(scheduler, requests, keep_logits=keep_logits, progress=progress)
+    options = {"sampling": params, "keep_logits": keep_logits}
+    requests = [Request(prompt=prompt, row=row, **options) for prompt, row in zip(prompts, kept, strict=True)]
+    answers = answer_all(scheduler, requests, progress=progress)
     texts = [torch.cat((prompt, torch.tensor(a.tokens[:-1]))) for prompt, a in zip(prompts, answers, strict=True)]
     cache.texts = [(cache.store.book.rows[row], text) for row, text in zip(cache.rows, texts, strict=True)]
     longest = max(answers, key=lambda answer: len(answer.tokens))
     tokens = torch.stack([_column(answers, i, ends) for i in range(len(longest.tokens))], 1).to(input_ids.device)
-    times = longest.prefill_s, longest.first_token_s, longest.step_s
+    times = longest.prefill_s, max(answer.first_token_s for answer in answers), longest.step_s
     return Generation(tokens, cache, prefill, *times, logits=_logits(answers, longest) if keep_logits else [])
 
 

@@ -58,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
         "(default: the model's positions)")  # fmt: skip
     load.add_argument("--cache-tokens", type=int, metavar="N", help="tokens that the cache may hold on all ranks "
         "together (default: it grows, up to --max-rows times --max-model-len)")  # fmt: skip
-    load.add_argument("--cache-bytes", type=int, default=1 << 30, metavar="N", help="rows stay in the cache when their "
+    load.add_argument("--cache-bytes", type=int, default=1 << 30, metavar="N", help="pages stay in the cache when "
         "requests have ended, for prompts that begin alike, while it takes at most N bytes on a rank; 0: none stays "
         "(default: 2**30)")  # fmt: skip
     load.add_argument("--max-waiting", type=int, default=1024, metavar="N", help="prompts that may wait for a row; "

@@ -234,7 +234,7 @@ def _wait_for(ranks: Ranks, signals: StopSignals, model: str) -> Any:
 def _warm_up(at: Worker, runner: Runner) -> None:
     """Answer a short request: kernels are compiled before anybody waits, outside the limit on waits."""
     limits = (32, at.prepared[0] - 2, (runner.free_tokens or 34) - 2)
-    scheduler = Scheduler(runner, max_rows=1, max_waiting=1, plan_group=at.ranks.group, timeout_s=at.ranks.timeout_s)
+    scheduler = Scheduler(runner, max_rows=1, max_waiting=1, group=at.ranks.group, timeout_s=at.ranks.timeout_s)
     if at.rank == 0 and (tokens := min(limits)) > 0:
         sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
         scheduler.submit(Request(prompt=[0] * tokens, sampling=sampling), lambda _: None)

@@ -1,4 +1,4 @@
-"""Plans of continuous batching: how the leader makes them and chooses the tokens."""
+"""What is run together in a turn of continuous batching, and how the leader chooses the tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ..comm import group_size
 from ..errors import TreeError
-from .executor import Executor
+from .executor import Executor, Operation
 from .images import packed
-from .plans import Crop, Embed, End, Operation, Prefill, PrefillRows, Score, Step
 from .requests import ActiveAnswer, ServedRequest, append_tokens
 from .room import Room
 from .sampler import Choice, choose_tokens, with_logprobs
@@ -28,7 +27,7 @@ SCORED_CHUNK = 128  # tokens of a prompt whose logits are all kept at the same t
 PATIENCE_S = 0.05  # in a turn, for masks; an answer whose mask takes longer sits out until it is there
 
 
-class StepPlanner:
+class Batcher:
     """The requests that are served. Only the thread that runs the loop uses it.
 
     prefill_first: no answer is continued while a prompt is prefilled, so that all answers advance together.
@@ -51,7 +50,7 @@ class StepPlanner:
         self._longest = SHORT if group_size(executor.runner.token_group) > 1 else LONGER
         self.room = Room(executor, max_rows=max_rows, keep_bytes=keep_bytes)
         self._speculation = speculation
-        self._stepping: list[ActiveAnswer] = []  # whose logits the current plan returns
+        self._stepping: list[ActiveAnswer] = []  # whose logits the current turn returns
         self._filling: list[list[tuple[ActiveAnswer, list[int]]]] = []  # whose rows it fills, and with what, by pass
         self._owes_chunk = False  # to a prompt that has waited for shorter ones
         self._late: list[ActiveAnswer] = []  # that have logits, and lack the mask for them
@@ -60,12 +59,12 @@ class StepPlanner:
     @property
     def has_work(self) -> bool:
         room = self.room
-        return bool(room.operations or room.served or room.keeps_too_much) and not self.only_waits
+        return bool(room.changes or room.served) and not self.only_waits
 
     @property
     def only_waits(self) -> bool:
         """Whether all answers with rows wait for masks, and nothing else is to be done."""
-        if not self._late or self.room.operations or self.room.keeps_too_much:
+        if not self._late or self.room.changes:
             return False
         holders = self.room.answers_with_rows()
         return bool(holders) and all(a.logits is not None and a.lacks_mask for a in holders)
@@ -75,43 +74,39 @@ class StepPlanner:
         for answer in request.unfinished:
             self._end(answer, None, answer.stopper.flush(), finish_reason="cancelled")
 
-    def plan(self) -> list[Operation]:
-        """What to do in this turn: append a token to every row that is ready, and a chunk of a prompt to another.
+    def passes(self) -> list[Operation]:
+        """What to run in this turn: append a token to every row that is ready, and a chunk of a prompt to another.
 
         Several prompts get a chunk if these have at most runner.chunk_size tokens together. Those that end with their
         chunk go first, in every second turn at least where a longer one waits.
         """
         room, size = self.room, self._runner.chunk_size
         self._take_late()
-        if room.keeps_too_much:
-            room.evict_one()
         to_fill = [answer for answer in room.answers_with_rows() if not answer.filled]
         if not self._owes_chunk:
             to_fill.sort(key=self._is_long)
-        room.copy_beginnings(to_fill)  # before these rows grow
+        room.begin_rows(to_fill)  # before these rows grow
         images = [request.images for request in room.served if request.images is not None]
         room.make_room(max([size, *(x.longest for x in images)]))
-        operations: list[Operation] = room.operations
-        room.operations = []
+        passes: list[Operation] = []
         to_fill = [answer for answer in to_fill if answer.handle is not None and not answer.filled]
         ready = [answer for answer in room.answers_with_rows() if answer.filled and answer.logits is None]
         self._stepping = ready = [] if to_fill and self._prefill_first else ready
         if ready:
             drafted = [] if self._speculation is None else self._draft()
-            operations.append(Step([a.handle for a in ready], [a.token for a in ready], drafted))
+            passes.append(("step", [a.handle for a in ready], [a.token for a in ready], drafted))
             append_tokens(ready)
-        operations += self._fill(to_fill, size if ready else max(size, TOGETHER))
-        return operations
+        return passes + self._fill(to_fill, size if ready else max(size, TOGETHER))
 
     def _fill(self, to_fill: list[ActiveAnswer], limit: int) -> list[Operation]:
         """Prefill short prompts together, of at most `limit` tokens, and chunks of others as far as they fit."""
-        operations: list[Operation] = []
+        passes: list[Operation] = []
         size = left = self._runner.chunk_size
         long = [answer for answer in to_fill if self._is_long(answer)]
         short, self._filling = [] if to_fill[:1] == long[:1] else self._short_ones(to_fill, limit), []
         if short:
             prompts = [answer.missing_tokens() for answer in short]
-            operations.append(PrefillRows([answer.handle for answer in short], prompts))
+            passes.append(("prefill_rows", [answer.handle for answer in short], prompts))
             self._filling.append(list(zip(short, prompts)))
             left -= sum(map(len, prompts))
         for answer in to_fill:
@@ -122,13 +117,13 @@ class StepPlanner:
             if len(chunk) <= left or left == size:  # an image may be longer than a chunk
                 if answer.lacks_images and not answer.embedded:
                     request, answer.embedded = answer.request, True
-                    operations.append(Embed(answer.handle, request.prompt.tolist(), packed(request.images.inputs)))
-                operations.append((Score if scored else Prefill)(answer.handle, chunk, answer.num_known))
+                    passes.append(("embed", answer.handle, request.prompt.tolist(), packed(request.images.inputs)))
+                passes.append(("score" if scored else "prefill", answer.handle, chunk, answer.num_known))
                 self._filling.append([(answer, chunk)])
                 left -= len(chunk)
         filling = [answer for fills in self._filling for answer, _ in fills]
         self._owes_chunk = bool(long) and not any(answer in filling for answer in long)
-        return operations
+        return passes
 
     def _is_scored(self, answer: ActiveAnswer) -> bool:
         return answer.request.scores and not answer.request.begun
@@ -160,7 +155,7 @@ class StepPlanner:
         return chosen if len(chosen) > 1 else []
 
     def _draft(self) -> list[list[int]]:
-        """Draft tokens that may be the next ones of the answers that are about to make a step; see `Step`."""
+        """Draft tokens that may be the next ones of the answers that are about to make a step; see `Executor.step`."""
         speculation = self._speculation
         for answer in self._stepping:
             request = answer.request
@@ -176,7 +171,7 @@ class StepPlanner:
         return drafted if width > 1 else []
 
     def take_logits(self, logits: list[Tensor]) -> None:
-        """Choose tokens from the logits of a plan, send events, and record what the next plan has to do first."""
+        """Choose tokens from the logits of a turn, and send events."""
         logits, self._patient_until = iter(logits), time.monotonic() + PATIENCE_S
         if self._stepping:
             self._finish_step(next(logits))
@@ -216,7 +211,7 @@ class StepPlanner:
     def _crop_wrong(self, answer: ActiveAnswer) -> None:
         """Remove what was drafted and is not right from an answer's row."""
         if answer.handle is not None and answer.num_right < len(answer.drafted):
-            self.room.operations.append(Crop(answer.handle, answer.length))
+            self.room.change("crop", answer.handle, answer.length)
         answer.drafted = []
 
     def _score(self, request: ServedRequest, end: int, num_tokens: int, logits: Tensor) -> None:
@@ -230,7 +225,7 @@ class StepPlanner:
         that continues."""
         handles = [first.handle for first in firsts]
         for first, handle in zip(firsts, handles):
-            self.room.hold_prompt(first.request, handle)
+            self.room.share(first.request, handle, first.request.named_prompt.tolist())
             first.handle, first.filled, first.request.begun = None, False, True
         prompts = [i for i, first in enumerate(firsts) for _ in first.request.answers]
         answers = [answer for first in firsts for answer in first.request.answers]
@@ -269,11 +264,12 @@ class StepPlanner:
     def _choose(self, answers: list[ActiveAnswer], logits: Tensor) -> None:
         """Choose a token of each answer by logits [answers, vocab], and send it."""
         tokens, reports = choose_tokens([answer.sampler for answer in answers], logits)
-        for answer, token, report in zip(answers, tokens, reports, strict=True):
+        for i, (answer, token, report) in enumerate(zip(answers, tokens, reports, strict=True)):
             if report is not None and isinstance(report, TreeError):
                 self._end(answer, None, answer.stopper.flush(), finish_reason="error", error=str(report))
                 continue
             text, reason, stop_reason = answer.stopper.add(token)
+            more = {"logits": logits[i].clone()} if answer.request.keep_logits else {}
             answer.token = token
             answer.tokens.append(token)
             if answer.draft_state is not None:
@@ -281,23 +277,21 @@ class StepPlanner:
             if reason is None:
                 if answer.sampler.matcher is not None:
                     answer.sampler.matcher.compute()
-                answer.send(token, text, report)
+                answer.send(token, text, report, **more)
             else:
-                self._end(answer, token, text, report, finish_reason=reason, stop_reason=stop_reason)
+                self._end(answer, token, text, report, finish_reason=reason, stop_reason=stop_reason, **more)
 
     def _end(self, answer: ActiveAnswer, token: int | None, text: str, report: Choice | None = None, **end) -> None:
-        """End an answer: its row goes with the next plan unless it is kept, and the request with its last answer.
+        """End an answer: its row goes unless it is its request's own, and the request with its last answer.
 
         end: the last fields of its last event.
         """
-        request, reason, error = answer.request, end["finish_reason"], end.get("error")
+        request = answer.request
         answer.finish()
         if answer.draft_state is not None:
             self._crop_wrong(answer)
-        if request.row is not None:
-            self.room.operations.append(End(request.row.handle, answer.token, reason, error))
         if answer.handle is not None:
-            self.room.release(request, answer.handle, [] if reason == "error" else answer.row_tokens())
+            self.room.release(request, answer.handle, [] if "error" in end else answer.row_tokens())
             answer.handle = None
         if not request.unfinished:
             if request in self.room.served:
