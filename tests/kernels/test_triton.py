@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_tree import TreeConfig, energy, kernels, merge, shard_positions, tree_attn_func, tree_decode
 from megatron_tree.config import AttnSpec
-from megatron_tree.kernels.triton import attn_delta, boxes, configs, host
+from megatron_tree.kernels.triton import attn_delta, configs, host
 from megatron_tree.layout import Segment
 from support.blocks import CELLS, check_block
 from support.ranks import largest, run_distributed
@@ -62,10 +62,10 @@ def test_boxes(cell, monkeypatch):
     """Keys and values by the copy engine: padding that is NaN is brought along, and left out."""
     table, made = configs.tiles, []
     monkeypatch.setattr(configs, "tiles", lambda *args: table(*args)._replace(boxes=True))
-    descriptor = boxes.TensorDescriptor
-    monkeypatch.setattr(boxes, "TensorDescriptor", lambda *args: made.append(descriptor(*args)) or made[-1])
+    descriptor = host.TensorDescriptor
+    monkeypatch.setattr(host, "TensorDescriptor", lambda *args: made.append(descriptor(*args)) or made[-1])
     check_cell(cell, dict(window_size=(20, 0)), (4, 2), 32, 16)
-    expected = host.arch(torch.device(DEVICE)) in boxes.ARCHES
+    expected = host.arch(torch.device(DEVICE)) in host.BOX_ARCHES
     assert [x.block_shape[-1] for x in made] == [32, 16] * expected
 
 
@@ -75,26 +75,29 @@ def test_dq_with_dk_and_dv(d, deterministic, monkeypatch):
     table, asked = configs.tiles, []
     monkeypatch.setattr(configs, "tiles", lambda *args: asked.append(args[0]) or table(*args)._replace(fused=True))
     check_cell("packed", dict(window_size=(20, 0), deterministic=deterministic), (4, 2), d, 16)
-    has_engine = host.arch(torch.device(DEVICE)) in boxes.ARCHES
+    has_engine = host.arch(torch.device(DEVICE)) in host.BOX_ARCHES
     assert ("dq" in asked) == (deterministic or d == 48 or not has_engine)
 
 
 def test_strides_of_boxes():
     """Of an axis of one entry torch may say anything: the engine is told what it would be, a multiple of 16 bytes."""
     x = torch.zeros(1, 40, 1, 64, dtype=torch.float16).as_strided((1, 40, 1, 64), (1, 64, 1, 1))
-    assert boxes._descriptor(x, 16).strides == [2560, 64, 64, 1]
-    assert boxes._descriptor(x.transpose(0, 1), 16).strides == [64, 64, 64, 1]
+    assert host._descriptor(x, 16).strides == [2560, 64, 64, 1]
+    assert host._descriptor(x.transpose(0, 1), 16).strides == [64, 64, 64, 1]
 
 
 def test_where_boxes_cannot_be_used():
-    """Two tiles of columns, an odd address or stride, one row for all of the batch, and GPUs before sm_90."""
+    """Two tiles of columns, tangents, an odd address or stride, one row for all of the batch, GPUs before sm_90."""
     tiles = configs.Tiles(16, 16, 4, 1, boxes=True)
-    taken = lambda k, of=tiles, arch="sm90": boxes.arguments(k, k, of, arch)["K_BOXES"] is not None  # noqa: E731
+
+    def taken(k, of=tiles, arch="sm90", dual=False):
+        return host._boxes(k, k, of, host.HeadDims.of(k, k, dual), arch)["K_BOXES"] is not None
+
     x = torch.zeros(2, 8, 2, 64, dtype=torch.float16, device=DEVICE)
     assert taken(x) and taken(x[:1, :, :1]) and taken(x[..., :32])
     refused = (x[..., :48], x[..., 1:33], x[..., :36], torch.zeros(2, 8, 2, 34, dtype=torch.float16)[..., :32])
     assert not any(map(taken, (*refused, x[:1].expand(2, -1, -1, -1)))) and not taken(x, tiles._replace(boxes=False))
-    assert not taken(x, arch="sm80")
+    assert not taken(x, arch="sm80") and not taken(x, dual=True)
 
 
 def test_fp16_inputs():
