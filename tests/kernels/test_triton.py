@@ -1,5 +1,6 @@
 """The Triton kernels against the float64 oracle: compiled on a GPU, elsewhere in the interpreter (small shapes)."""
 
+import contextlib
 import functools
 from types import SimpleNamespace
 
@@ -143,6 +144,38 @@ def test_out_is_written_as_it_is_needed(padded):
     assert torch.equal(exact[0].half(), found[0]) and torch.equal(exact[1], found[1])
 
 
+class SideStream(str):
+    def wait_stream(self, other):
+        pass
+
+
+def test_the_host_does_not_wait_for_new_segments(monkeypatch):
+    """Their tables are copied from pinned memory, once, on a stream that readers wait for; not while a graph is
+    captured, which would copy them at every replay."""
+    gpu, segments = torch.device("cuda", 0), (Segment(0, 0, 40),)
+    done, stream = [], SideStream("side stream")
+    stream.wait_stream = lambda other: done.append(f"waits for {other}")
+
+    def copy(device, non_blocking):
+        done.append("copy")
+        return SimpleNamespace(device=device, record_stream=done.append)
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: SimpleNamespace(to=copy))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: done.append(stream) or contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(host, "_copies", lambda device: "copies")
+    monkeypatch.setattr(host, "_make_tables", functools.lru_cache(host._make_tables.__wrapped__))
+    monkeypatch.setattr(host, "_captured", [])
+    for _ in range(2):
+        host.tables(segments, segments, 16, gpu)
+    assert done == ["copies", "copy"] * 2 + ["waits for copies", "side stream", "side stream"] * 2
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    host.tables(segments, segments, 16, gpu)
+    with pytest.raises(RuntimeError, match="run the same call once before capturing it"):
+        host.tables(segments, segments, 32, gpu)
+
+
 @pytest.mark.parametrize("capturing", [False, True])
 def test_tables_outlive_the_launches_that_read_them(capturing, monkeypatch):
     """They are cached, and dropped from the cache, as ALiBi's slopes: a stream that reads them keeps the memory, a
@@ -153,7 +186,8 @@ def test_tables_outlive_the_launches_that_read_them(capturing, monkeypatch):
     monkeypatch.setattr(host, "_make_tables", lambda *_: tables)
     monkeypatch.setattr(host, "_captured", [])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "side stream")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SideStream("side stream"))
+    monkeypatch.setattr(host, "_copies", lambda device: "copies")
     assert host.tables((), (), 16, gpu) is tables
     assert (readers, host._captured) == (([], [tables]) if capturing else (["side stream"] * 2, []))
     monkeypatch.setattr(host, "_slopes_on", lambda *_: slopes)

@@ -311,7 +311,7 @@ def alibi_slopes(spec: AttnSpec, q: Tensor) -> dict:
 
 @functools.lru_cache(maxsize=64)
 def _slopes_on(slopes: tuple[tuple[float, ...], ...], device: torch.device) -> Tensor:
-    return torch.tensor(slopes, dtype=torch.float32, device=device)
+    return _copied(torch.tensor(slopes, dtype=torch.float32), device)
 
 
 def _dropout_arguments(spec: AttnSpec) -> dict:
@@ -350,19 +350,44 @@ _captured: list = []
 
 
 def tables(grid, loop, rows: int, device: torch.device, heaviest_last: bool = False) -> tuple[Tensor, Tensor]:
-    """`_make_tables`, cached for later calls. They can't be made while a CUDA graph is captured: run it before."""
+    """`_make_tables`, cached for later calls."""
     return _in_use(_make_tables(tuple(grid), tuple(loop), rows, device, heaviest_last))
 
 
 def _in_use(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Cached tensors: the cache may drop them while this stream still reads them. What a CUDA graph reads is kept."""
-    if tensors[0].device.type == "cuda":
+    """Tensors `_copied` and cached: this stream reads them once they are there, and the cache may drop them meanwhile.
+    What a CUDA graph reads is kept."""
+    device = tensors[0].device
+    if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
             _captured.append(tensors)
         else:
+            stream = torch.cuda.current_stream(device)
+            stream.wait_stream(_copies(device))
             for x in tensors:
-                x.record_stream(torch.cuda.current_stream(x.device))
+                x.record_stream(stream)
     return tensors
+
+
+def _copied(x: Tensor, device: torch.device) -> Tensor:
+    """x on a device; `_in_use` waits for the copy, and not the host, which would wait for all that the GPU has to do.
+
+    Raises: ``RuntimeError`` while a CUDA graph is captured.
+    """
+    if device.type != "cuda":
+        return x.to(device)
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "attention of segments that are new in a CUDA graph: run the same call once before capturing it"
+        )
+    with torch.cuda.stream(_copies(device)):
+        return x.pin_memory().to(device, non_blocking=True)
+
+
+@functools.lru_cache
+def _copies(device: torch.device) -> torch.cuda.Stream:
+    """The stream of copies to a GPU."""
+    return torch.cuda.Stream(device)
 
 
 @functools.lru_cache(maxsize=256)
@@ -384,4 +409,5 @@ def _make_tables(grid, loop, rows: int, device: torch.device, heaviest_last: boo
     ]
     tiles.sort(key=lambda t: t[2] if heaviest_last else -t[2])
     table = [(s.row, s.length, s.pos, s.seq) for s in loop]
-    return tuple(torch.tensor(x, dtype=torch.int32).reshape(-1, n).to(device) for x, n in ((tiles, 5), (table, 4)))
+    numbers = (torch.tensor(x, dtype=torch.int32).reshape(-1, n) for x, n in ((tiles, 5), (table, 4)))
+    return tuple(_copied(x, device) for x in numbers)
