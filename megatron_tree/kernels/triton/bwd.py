@@ -58,26 +58,19 @@ def delta_kernel(
 
 
 @triton.jit
-def _statistics_at(LSE2, DELTA, MU, KAPPA, strides, b, h, row, DUAL: tl.constexpr):
-    """Addresses of lse2, delta, mu and kappa of a query."""
-    at = b * strides[0] + h * strides[1] + row
-    lse2, delta = LSE2 + at, DELTA + at
-    mu, kappa = lse2, delta
-    if DUAL:
-        mu, kappa = MU + at, KAPPA + at
-    return lse2, delta, mu, kappa
-
-
-@triton.jit
-def _load_statistics(addresses, n, num_rows, ROWS: tl.constexpr, MASK: tl.constexpr, DUAL: tl.constexpr):
-    """lse2, delta, mu and kappa of the ROWS queries from n on; beyond num_rows (if MASK) weights are 0."""
+def _load_statistics(
+    LSE2, DELTA, strides, row, n, num_rows, ROWS: tl.constexpr, MASK: tl.constexpr, DUAL: tl.constexpr
+):  # fmt: skip
+    """lse2, delta, mu and kappa of a head's queries from row + n on; beyond num_rows (if MASK) weights are 0."""
     r = tl.arange(0, ROWS)
-    lse2 = _load_rows(addresses[0] + n + r, r < num_rows, float("inf"), MASK)
-    delta = _load_rows(addresses[1] + n + r, r < num_rows, 0.0, MASK)
+    LSE2 = LSE2 + row + n + r
+    DELTA = DELTA + row + n + r
+    lse2 = _load_rows(LSE2, r < num_rows, float("inf"), MASK)
+    delta = _load_rows(DELTA, r < num_rows, 0.0, MASK)
     mu, kappa = lse2, delta
     if DUAL:
-        mu = _load_rows(addresses[2] + n + r, r < num_rows, 0.0, MASK)
-        kappa = _load_rows(addresses[3] + n + r, r < num_rows, 0.0, MASK)
+        mu = _load_rows(LSE2 + strides[2], r < num_rows, 0.0, MASK)
+        kappa = _load_rows(DELTA + strides[2], r < num_rows, 0.0, MASK)
     return lse2, delta, mu, kappa
 
 
@@ -147,15 +140,15 @@ def _dq_range(
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "threshold", "first_head"])
 def attn_bwd_dq_kernel(
-    Q, K, V, DOUT, LSE2, DELTA, MU, KAPPA, SLOPES, DQ, q_tiles, k_segments,
+    Q, K, V, DOUT, LSE2, DELTA, SLOPES, DQ, q_tiles, k_segments,
     q_strides, k_strides, v_strides, dout_strides, dq_strides, lse_strides, slopes_stride, left, right, scale,
     softcap, seed_low, seed_high, threshold, first_head, keep_weight,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, DUAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """DQ += this block's dq; tables as in `attn_fwd_kernel`. LSE2, DELTA and, if DUAL, MU and KAPPA [b, h, s], with the
-    same strides."""
+    """DQ += this block's dq; tables as in `attn_fwd_kernel`. LSE2 and DELTA [b, h, s]; if DUAL [b, h, 2, s], with
+    mu and kappa besides."""
     tile = q_tiles + 5 * tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
     b = tl.program_id(2).to(tl.int64)
@@ -164,8 +157,8 @@ def attn_bwd_dq_kernel(
     q0, q1 = load_columns(head_of(Q, q_strides, b, h), row, q_strides[1], rows, M, D0, D1, D, True, DUAL)
     do0, do1 = load_columns(head_of(DOUT, dout_strides, b, h), row, dout_strides[1], rows, M, E0, E1, E, True, DUAL)
     dq0, dq1 = zero_columns(M, D0, D1)
-    addresses = _statistics_at(LSE2, DELTA, MU, KAPPA, lse_strides, b, h, row, DUAL)
-    statistics = _load_statistics(addresses, 0, rows, M, True, DUAL)
+    of_head = b * lse_strides[0] + h * lse_strides[1]
+    statistics = _load_statistics(LSE2 + of_head, DELTA + of_head, lse_strides, row, 0, rows, M, True, DUAL)
     k_base = head_of(K, k_strides, b, h // GROUP)
     v_base = head_of(V, v_strides, b, h // GROUP)
     slope2 = slope_of(SLOPES, slopes_stride, b, h)
@@ -185,7 +178,7 @@ def attn_bwd_dq_kernel(
 
 @triton.jit
 def _dkdv_range(
-    dk0, dk1, dv0, dv1, k0, k1, v0, v1, Q, DOUT, statistics, DQ_BOXES, b, h, q_row, sq, sd, lo, hi,
+    dk0, dk1, dv0, dv1, k0, k1, v0, v1, Q, DOUT, LSE2, DELTA, lse_strides, DQ_BOXES, b, h, q_row, sq, sd, lo, hi,
     q_len, q_pos, k_pos, in_k, left, right, scale, softcap, slope2, keep_weight, dropout,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     M: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -199,7 +192,7 @@ def _dkdv_range(
         do0, do1 = load_columns(DOUT, q_row + n, sd, rows, M, E0, E1, E, MASK, DUAL)
         s, st = products(k0, k1, q0, q1, D1, DUAL)
         dp, dpt = products(v0, v1, do0, do1, E1, DUAL)
-        lse2, delta, mu, kappa = _load_statistics(statistics, n, rows, M, MASK, DUAL)
+        lse2, delta, mu, kappa = _load_statistics(LSE2, DELTA, lse_strides, q_row, n, rows, M, MASK, DUAL)
         p, pt, ds, dst = _weights(
             s, st, dp, dpt, lse2[None, :], delta[None, :], mu[None, :], kappa[None, :], (q_pos + n + cols)[None, :],
             k_pos[:, None], in_k[:, None], left, right, scale, softcap, slope2, keep_weight, dropout, MASK, CAUSAL,
@@ -216,7 +209,7 @@ def _dkdv_range(
 
 @triton.jit(do_not_specialize=["seed_low", "seed_high", "threshold", "first_head", "parts"])
 def attn_bwd_dkdv_kernel(
-    Q, K, V, DOUT, LSE2, DELTA, MU, KAPPA, SLOPES, DQ_BOXES, DK, DV, k_tiles, q_segments,
+    Q, K, V, DOUT, LSE2, DELTA, SLOPES, DQ_BOXES, DK, DV, k_tiles, q_segments,
     q_strides, k_strides, v_strides, dout_strides, dk_part_stride, dk_strides, dv_part_stride, dv_strides, lse_strides,
     slopes_stride, left, right, scale, softcap, seed_low, seed_high, threshold, first_head, keep_weight, parts,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
@@ -246,12 +239,13 @@ def attn_bwd_dkdv_kernel(
         h = h_kv * GROUP + part * heads + i // num_segments
         q_row, q_len, q_pos, sequence = segment_of(q_segments + 4 * (from_segment + i % num_segments))
         dropout = dropout_of(seed_low, seed_high, threshold, first_head, b, h, sequence, DROPOUT)
+        of_head = b * lse_strides[0] + h * lse_strides[1]
         slope2 = slope_of(SLOPES, slopes_stride, b, h)
         bounds = query_range(first, first + rows - 1, q_pos, q_len, left, right, M, CAUSAL, WINDOW)
         for phase in tl.static_range(0 if CAUSAL or WINDOW else 1, 3):
             dk0, dk1, dv0, dv1 = _dkdv_range(
                 dk0, dk1, dv0, dv1, k0, k1, v0, v1, head_of(Q, q_strides, b, h), head_of(DOUT, dout_strides, b, h),
-                _statistics_at(LSE2, DELTA, MU, KAPPA, lse_strides, b, h, q_row, DUAL), DQ_BOXES, b.to(tl.int32),
+                LSE2 + of_head, DELTA + of_head, lse_strides, DQ_BOXES, b.to(tl.int32),
                 h.to(tl.int32), q_row, q_strides[1], dout_strides[1], bounds[phase], bounds[phase + 1], q_len, q_pos,
                 k_pos, in_k, left, right, scale, softcap, slope2, keep_weight, dropout, D, D0, D1, E, E0, E1, M,
                 phase != 1, CAUSAL, WINDOW, SOFTCAP, DUAL, STAGES,

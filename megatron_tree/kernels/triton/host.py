@@ -150,12 +150,13 @@ def accumulate_bwd(dout, q, k, v, lse, delta, grads, *, q_segments, k_segments, 
     if 0 in (len(q), len(q_segments), len(k_segments)):
         return
     dual = lse.dim() == 4
-    (lse, mu), (delta, kappa) = (x.unbind(-1) if dual else (x, None) for x in (lse, delta))
+    lse, mu = lse.unbind(-1) if dual else (lse, None)
     lse2 = torch.where(lse == NEG_INF, -NEG_INF, lse * common.LOG2E.value)  # +inf where nothing is seen: weights are 0
-    statistics = dict(LSE2=lse2, DELTA=delta, MU=mu, KAPPA=kappa)
-    given = {name: x if x is None else x.contiguous() for name, x in statistics.items()}
-    given |= operands(Q=q, K=k, V=v, DOUT=dout.to(q.dtype)) | alibi_slopes(spec, q)
-    given |= dict(lse_strides=given["LSE2"].stride()[:2])
+    if dual:
+        lse2, delta = torch.stack((lse2, mu), 2), delta.transpose(2, 3)  # [b, h, 2, s]
+    lse2, delta = lse2.contiguous(), delta.contiguous()
+    given = operands(Q=q, K=k, V=v, DOUT=dout.to(q.dtype)) | alibi_slopes(spec, q)
+    given |= dict(LSE2=lse2, DELTA=delta, lse_strides=lse2.stride()[:-1])
     segments, dims = dict(q_segments=q_segments, k_segments=k_segments, spec=spec), HeadDims.of(q, v, dual)
     tiles = _tiles("dkdv", q, dims, spec)
     fused = tiles.fused and arch(q.device) in BOX_ARCHES and not dual and not spec.deterministic
