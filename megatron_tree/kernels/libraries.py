@@ -6,9 +6,10 @@ lse; its backward takes the *global* lse and an `out` with the global delta. So 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,8 @@ class Library(NamedTuple):
     """(dout, out, q, k, v, lse, causal, scale) -> dq, dk, dv."""
     missing: Callable[[Tensor, int], str | None]
     """(q, head_dim) -> what this machine or the library can't do, or None."""
+    active: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+    """In which `forward` and `backward` are called."""
 
     def unsupported(self, q, k, v, spec: AttnSpec, *, flowing_lse: bool, masked: bool, decodes: bool) -> str | None:
         """Why this backend can't take the call, or None if it can; see `kernels.choose`."""
@@ -48,12 +51,14 @@ class Library(NamedTuple):
     def attn_fwd(self, q, k, v, *, q_segments, k_segments, spec: AttnSpec, out_dtype=None) -> tuple[Tensor, Tensor]:
         """See `Backend.attn_fwd`; out_dtype changes nothing."""
         call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec)
-        return aten.attn_fwd(q, k, v, **call, block_fwd=self._block_fwd)
+        with self.active():
+            return aten.attn_fwd(q, k, v, **call, block_fwd=self._block_fwd)
 
     def attn_bwd(self, dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec):
         """See `Backend.attn_bwd`."""
         call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec)
-        return aten.attn_bwd(dout, q, k, v, lse, delta, **call, block_bwd=self._block_bwd)
+        with self.active():
+            return aten.attn_bwd(dout, q, k, v, lse, delta, **call, block_bwd=self._block_bwd)
 
     def _block_fwd(self, q, k, v, block, mask, spec: AttnSpec) -> tuple[Tensor, Tensor]:
         assert mask is None
@@ -100,7 +105,7 @@ def _cudnn_takes(device: torch.device, dtype: torch.dtype, head_dim: int) -> boo
 
 
 class _Flash(NamedTuple):
-    """An implementation that torch can put in the place of its flash kernel, for the whole process."""
+    """An implementation that torch can put in the place of its flash kernel."""
 
     name: str
     module: str
@@ -121,17 +126,22 @@ class _Flash(NamedTuple):
             return f"a GPU of compute capability {major}.x: {self.name} is for {self.capabilities}"
         return f"head_dim {head_dim} above {self.head_dim}" if head_dim > self.head_dim else None
 
-    def _activate(self) -> None:
-        if torch.nn.attention.current_flash_attention_impl() != self.name:
-            torch.nn.attention.activate_flash_attention_impl(self.name)
-
-    def forward(self, *args) -> tuple[Tensor, Tensor]:
-        self._activate()
-        return aten.flash_forward(*args)
-
-    def backward(self, *args) -> tuple[Tensor, ...]:
-        self._activate()
-        return aten.flash_backward(*args)
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Within, torch's flash kernel is this one; then what it was. Torch switches it for the whole process, and
+        other attention of the process may have what this one refuses, as dropout."""
+        before = torch.nn.attention.current_flash_attention_impl()
+        if before == self.name:
+            yield
+            return
+        torch.nn.attention.activate_flash_attention_impl(self.name)
+        try:
+            yield
+        finally:
+            if before is None:
+                torch.nn.attention.restore_flash_attention_impl()
+            else:
+                torch.nn.attention.activate_flash_attention_impl(before)
 
 
 @functools.lru_cache
@@ -147,6 +157,6 @@ _FA3 = _Flash("FA3", "flash_attn_interface", (9,), 256)
 _FA4 = _Flash("FA4", "flash_attn.cute.interface", (9, 10), 128)
 LIBRARIES = {
     "cudnn": Library(_cudnn_forward, _cudnn_backward, _cudnn_missing),
-    "fa3": Library(_FA3.forward, _FA3.backward, _FA3.missing),
-    "fa4": Library(_FA4.forward, _FA4.backward, _FA4.missing),
+    "fa3": Library(aten.flash_forward, aten.flash_backward, _FA3.missing, _FA3.active),
+    "fa4": Library(aten.flash_forward, aten.flash_backward, _FA4.missing, _FA4.active),
 }

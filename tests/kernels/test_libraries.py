@@ -9,7 +9,7 @@ import torch
 from megatron_tree import energy, kernels
 from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import aten, backends, fastest, libraries
-from megatron_tree.layout import positions_of
+from megatron_tree.layout import Segment, positions_of
 from support.blocks import CELLS, masks_of
 from support.rounding import assert_near
 from support.triton_inputs import inputs
@@ -87,7 +87,7 @@ class Flash:
 
 @pytest.fixture
 def stand_ins(monkeypatch):
-    """The operators on the CPU; a machine where each library is installed; the list of what was activated."""
+    """The operators on the CPU; a machine where each library is installed; what torch's flash kernel became."""
     registered = torch.library.Library("aten", "IMPL")
     for name, operators in (("_scaled_dot_product_cudnn_attention", Cudnn), ("_flash_attention", Flash)):
         forward = name if operators is Cudnn else f"{name}_forward"
@@ -97,6 +97,7 @@ def stand_ins(monkeypatch):
     for name, stand_in in {
         "list_flash_attention_impls": lambda: ["FA3", "FA4"],
         "activate_flash_attention_impl": activated.append,
+        "restore_flash_attention_impl": lambda: activated.append(None),
         "current_flash_attention_impl": lambda: activated[-1] if activated else None,
     }.items():
         monkeypatch.setattr(torch.nn.attention, name, stand_in, raising=False)
@@ -133,7 +134,29 @@ def test_segments_and_gradients_match_the_oracle(stand_ins, cell, library, d, d_
     for found, low, t, allowed in zip(results[library], results["reference"], truth, (2, 3, 3, 3)):
         dense = max((low.double() - t).abs().max(), t.abs().max() * torch.finfo(torch.bfloat16).eps)
         assert (found.double() - t).abs().max() <= allowed * dense
-    assert stand_ins == ([library.upper()] if library in ("fa3", "fa4") else [])
+    assert stand_ins == ([library.upper(), None] * 2 if library in ("fa3", "fa4") else [])
+
+
+@pytest.mark.parametrize("before", [None, "FA3", "FA4"])
+def test_torchs_flash_kernel_is_switched_within_our_call_alone(stand_ins, before):
+    """And is what it was after an error, too: other attention of the process may have dropout, which FA3 refuses."""
+    if before:
+        torch.nn.attention.activate_flash_attention_impl(before)
+    current, seen = torch.nn.attention.current_flash_attention_impl, []
+
+    def forward(*args):
+        seen.append(current())
+        if len(seen) == 2:
+            raise RuntimeError("no memory")
+        return aten.flash_forward(*args)
+
+    library, q = libraries.LIBRARIES["fa3"]._replace(forward=forward), torch.zeros(1, 8, 2, 16, dtype=torch.bfloat16)
+    whole = dict(q_segments=(Segment(0, 0, 8),), k_segments=(Segment(0, 0, 8),), spec=AttnSpec(softmax_scale=1.0))
+    library.attn_fwd(q, q, q, **whole)
+    assert current() == before
+    with pytest.raises(RuntimeError, match="no memory"):
+        library.attn_fwd(q, q, q, **whole)
+    assert current() == before and seen == ["FA3", "FA3"]
 
 
 def test_what_libraries_refuse(stand_ins, monkeypatch):

@@ -1,5 +1,6 @@
 """The Triton kernels against the float64 oracle: compiled on a GPU, elsewhere in the interpreter (small shapes)."""
 
+import contextlib
 import functools
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_tree import TreeConfig, energy, kernels, merge, shard_positions, tree_attn_func, tree_decode
 from megatron_tree.config import AttnSpec
-from megatron_tree.kernels.triton import attn_delta, boxes, configs, host
+from megatron_tree.kernels.triton import attn_delta, configs, host
 from megatron_tree.layout import Segment
 from support.blocks import CELLS, check_block
 from support.ranks import largest, run_distributed
@@ -62,10 +63,10 @@ def test_boxes(cell, monkeypatch):
     """Keys and values by the copy engine: padding that is NaN is brought along, and left out."""
     table, made = configs.tiles, []
     monkeypatch.setattr(configs, "tiles", lambda *args: table(*args)._replace(boxes=True))
-    descriptor = boxes.TensorDescriptor
-    monkeypatch.setattr(boxes, "TensorDescriptor", lambda *args: made.append(descriptor(*args)) or made[-1])
+    descriptor = host.TensorDescriptor
+    monkeypatch.setattr(host, "TensorDescriptor", lambda *args: made.append(descriptor(*args)) or made[-1])
     check_cell(cell, dict(window_size=(20, 0)), (4, 2), 32, 16)
-    expected = host.arch(torch.device(DEVICE)) in boxes.ARCHES
+    expected = host.arch(torch.device(DEVICE)) in host.BOX_ARCHES
     assert [x.block_shape[-1] for x in made] == [32, 16] * expected
 
 
@@ -75,26 +76,29 @@ def test_dq_with_dk_and_dv(d, deterministic, monkeypatch):
     table, asked = configs.tiles, []
     monkeypatch.setattr(configs, "tiles", lambda *args: asked.append(args[0]) or table(*args)._replace(fused=True))
     check_cell("packed", dict(window_size=(20, 0), deterministic=deterministic), (4, 2), d, 16)
-    has_engine = host.arch(torch.device(DEVICE)) in boxes.ARCHES
+    has_engine = host.arch(torch.device(DEVICE)) in host.BOX_ARCHES
     assert ("dq" in asked) == (deterministic or d == 48 or not has_engine)
 
 
 def test_strides_of_boxes():
     """Of an axis of one entry torch may say anything: the engine is told what it would be, a multiple of 16 bytes."""
     x = torch.zeros(1, 40, 1, 64, dtype=torch.float16).as_strided((1, 40, 1, 64), (1, 64, 1, 1))
-    assert boxes._descriptor(x, 16).strides == [2560, 64, 64, 1]
-    assert boxes._descriptor(x.transpose(0, 1), 16).strides == [64, 64, 64, 1]
+    assert host._descriptor(x, 16).strides == [2560, 64, 64, 1]
+    assert host._descriptor(x.transpose(0, 1), 16).strides == [64, 64, 64, 1]
 
 
 def test_where_boxes_cannot_be_used():
-    """Two tiles of columns, an odd address or stride, one row for all of the batch, and GPUs before sm_90."""
+    """Two tiles of columns, tangents, an odd address or stride, one row for all of the batch, GPUs before sm_90."""
     tiles = configs.Tiles(16, 16, 4, 1, boxes=True)
-    taken = lambda k, of=tiles, arch="sm90": boxes.arguments(k, k, of, arch)["K_BOXES"] is not None  # noqa: E731
+
+    def taken(k, of=tiles, arch="sm90", dual=False):
+        return host._boxes(k, k, of, host.HeadDims.of(k, k, dual), arch)["K_BOXES"] is not None
+
     x = torch.zeros(2, 8, 2, 64, dtype=torch.float16, device=DEVICE)
     assert taken(x) and taken(x[:1, :, :1]) and taken(x[..., :32])
     refused = (x[..., :48], x[..., 1:33], x[..., :36], torch.zeros(2, 8, 2, 34, dtype=torch.float16)[..., :32])
     assert not any(map(taken, (*refused, x[:1].expand(2, -1, -1, -1)))) and not taken(x, tiles._replace(boxes=False))
-    assert not taken(x, arch="sm80")
+    assert not taken(x, arch="sm80") and not taken(x, dual=True)
 
 
 def test_fp16_inputs():
@@ -140,6 +144,38 @@ def test_out_is_written_as_it_is_needed(padded):
     assert torch.equal(exact[0].half(), found[0]) and torch.equal(exact[1], found[1])
 
 
+class SideStream(str):
+    def wait_stream(self, other):
+        pass
+
+
+def test_the_host_does_not_wait_for_new_segments(monkeypatch):
+    """Their tables are copied from pinned memory, once, on a stream that readers wait for; not while a graph is
+    captured, which would copy them at every replay."""
+    gpu, segments = torch.device("cuda", 0), (Segment(0, 0, 40),)
+    done, stream = [], SideStream("side stream")
+    stream.wait_stream = lambda other: done.append(f"waits for {other}")
+
+    def copy(device, non_blocking):
+        done.append("copy")
+        return SimpleNamespace(device=device, record_stream=done.append)
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: SimpleNamespace(to=copy))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: done.append(stream) or contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(host, "_copies", lambda device: "copies")
+    monkeypatch.setattr(host, "_make_tables", functools.lru_cache(host._make_tables.__wrapped__))
+    monkeypatch.setattr(host, "_captured", [])
+    for _ in range(2):
+        host.tables(segments, segments, 16, gpu)
+    assert done == ["copies", "copy"] * 2 + ["waits for copies", "side stream", "side stream"] * 2
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    host.tables(segments, segments, 16, gpu)
+    with pytest.raises(RuntimeError, match="run the same call once before capturing it"):
+        host.tables(segments, segments, 32, gpu)
+
+
 @pytest.mark.parametrize("capturing", [False, True])
 def test_tables_outlive_the_launches_that_read_them(capturing, monkeypatch):
     """They are cached, and dropped from the cache, as ALiBi's slopes: a stream that reads them keeps the memory, a
@@ -150,7 +186,8 @@ def test_tables_outlive_the_launches_that_read_them(capturing, monkeypatch):
     monkeypatch.setattr(host, "_make_tables", lambda *_: tables)
     monkeypatch.setattr(host, "_captured", [])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "side stream")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SideStream("side stream"))
+    monkeypatch.setattr(host, "_copies", lambda device: "copies")
     assert host.tables((), (), 16, gpu) is tables
     assert (readers, host._captured) == (([], [tables]) if capturing else (["side stream"] * 2, []))
     monkeypatch.setattr(host, "_slopes_on", lambda *_: slopes)

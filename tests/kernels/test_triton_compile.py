@@ -16,7 +16,7 @@ REPO = Path(__file__).resolve().parents[2]
 SHARED = {"sm80": 166912, "sm86": 101376, "sm90": 232448, "sm100": 232448, "gfx942": 65536}  # bytes of a block, at most
 TENSOR_MEMORY = 512  # columns of sm_100, at most
 TRAINING = {"attn_fwd_kernel", "attn_bwd_dq_kernel", "attn_bwd_dkdv_kernel"}
-TRAINING |= {"attn_jvp_kernel", "attn_bwd_jvp_dq_kernel", "attn_bwd_jvp_dkdv_kernel"}
+TRAINING |= {f"{name} with tangents" for name in TRAINING}
 HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]  # of q and k, of v
 COUNT_COMPILATIONS = """
 import json, sys, torch, triton
@@ -25,13 +25,14 @@ from megatron_tree.calibrate.kernel_cases import KernelCase, inputs, ours
 from megatron_tree.bench.precompile import Machine, compile_only
 from megatron_tree.config import AttnSpec, Dropout
 from megatron_tree.kernels import KVCache, backends
-from megatron_tree.kernels.triton import decode, host, index_entries, jvp_host
+from megatron_tree.kernels.triton import decode, host, index_entries
 from megatron_tree.layout import Segment
 
 arch = sys.argv[1]
 target = GPUTarget("hip", arch, 64) if arch.startswith("gfx") else GPUTarget("cuda", int(arch[2:]), 32)
 compile_only(Machine(target, arch, 132))
 compiled = []
+name_of = lambda kernel, arguments: kernel.__name__ + " with tangents" * arguments.get("DUAL", False)
 triton.knobs.runtime.jit_post_compile_hook = lambda **kwargs: compiled.append(kwargs["repr"])
 """
 GROWING_CACHE = """
@@ -56,7 +57,7 @@ print(counts)
 ALL_LAUNCHES = """
 from megatron_tree.bench import kernels as bench_kernels
 from megatron_tree.bench import low_precision, precompile
-triton.JITFunction.run = lambda self, *args, **kwargs: compiled.append(self.__name__)
+triton.JITFunction.run = lambda self, *args, **kwargs: compiled.append(name_of(self, kwargs))
 cases = [*low_precision.TRAINING.values(), *low_precision.DECODING.values()]
 training, decoding = bench_kernels.CASES["cuda"]
 cases += training + decoding
@@ -72,7 +73,8 @@ warm_up = triton.JITFunction.run
 def run_and_note(self, *args, **kwargs):
     kernel = warm_up(self, *args, **kwargs)
     matrix = "wgmma.mma_async" in kernel.asm.get("ptx", "")
-    used.append((self.__name__, kernel.metadata.shared, getattr(kernel.metadata, "tmem_size", None) or 0, matrix))
+    tensor_memory = getattr(kernel.metadata, "tmem_size", None) or 0
+    used.append((name_of(self, kwargs), kernel.metadata.shared, tensor_memory, matrix))
     return kernel
 triton.JITFunction.run = run_and_note
 head_dims, dtypes, dropouts, rows = json.loads(sys.argv[2])
@@ -86,11 +88,11 @@ for d, d_v in head_dims:
             spec = AttnSpec(softmax_scale=0.1, dropout=Dropout(p, 5) if p else None)
             host.attn_fwd(q, k, v, **whole, spec=spec)
             host.attn_bwd(dout, q, k, v, lse, lse, **whole, spec=spec)
-            if not jvp_host.takes_duals(dtype, max(d, d_v)):
+            if not host.takes_duals(dtype, max(d, d_v)):
                 continue
             duals = [torch.cat((x, x), -1) for x in (q, k, v, dout)]
-            jvp_host.attn_jvp(*duals[:3], **whole, spec=spec)
-            jvp_host.attn_bwd_jvp(duals[3], *duals[:3], lse2, lse2, **whole, spec=spec)
+            host.attn_jvp(*duals[:3], **whole, spec=spec)
+            host.attn_bwd_jvp(duals[3], *duals[:3], lse2, lse2, **whole, spec=spec)
         for s_q, heads in rows:
             q = torch.zeros(1, s_q, heads, d, dtype=dtype)
             k, v = (torch.zeros(1, 1000, 1, width, dtype=dtype) for width in (d, d_v))
@@ -177,7 +179,7 @@ def test_the_main_kernels_fit(tmp_path):
     """And products of sm_90 are those of its warp groups, but for 32 keys at a time."""
     used = compilations(MEMORY, tmp_path, "sm90", ([(128, 128)], ["bfloat16"], [0.0], [(1, 8)]))
     check_memory(used, "sm90")
-    assert all(matrix for name, *_, matrix in used if name in TRAINING - {"attn_bwd_jvp_dkdv_kernel"}), used
+    assert all(matrix for name, *_, matrix in used if name in TRAINING - {"attn_bwd_dkdv_kernel with tangents"}), used
 
 
 def test_every_nvidia_gpu_has_a_row():

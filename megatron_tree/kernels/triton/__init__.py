@@ -1,9 +1,8 @@
 """This package's Triton kernels: the default on CUDA and ROCm. On a CPU they run in Triton's interpreter, for tests."""
 
 from .decode import attn_decode, check_pages
-from .host import attn_bwd, attn_delta, attn_fwd, unsupported
+from .host import attn_bwd, attn_bwd_jvp, attn_delta, attn_fwd, attn_jvp, takes_duals, unsupported
 from .index import index_entries, index_unsupported
-from .jvp_host import attn_bwd_jvp, attn_jvp, takes_duals
 from .merge import merge_packed
 
 __all__ = [

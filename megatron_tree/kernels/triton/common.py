@@ -5,6 +5,9 @@ axis is adjacent in memory. The base of a head is computed in 64 bits (`head_of`
 head_dim is D for q and k, and E for v and out. Tiles have powers of two as their sides, so D columns are covered by two
 of them, D0 + D1 (192 = 128 + 64; D1 is 0 where one suffices), and E columns by E0 + E1: q0 is the tile of q's
 first D0 columns, q1 that of the next D1.
+
+DUAL: tensors are dual (duals.py), D values and then D tangents. Then q0 is the tile of q's values and q1 that of its
+tangents, D0 = D1 columns each. Where something has no tangent, or no second tile, the first stands for it, unread.
 """
 
 from __future__ import annotations
@@ -82,19 +85,21 @@ def load_tile(
 @triton.jit
 def load_columns(
     base, row, stride, num_rows, ROWS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr,
-    MASK: tl.constexpr,
+    MASK: tl.constexpr, DUAL: tl.constexpr,
 ):  # fmt: skip
-    """The two tiles of columns of rows row..; the first one twice if D1 is 0."""
+    """The two tiles of columns of rows row.."""
     x0 = load_tile(base, row, stride, num_rows, ROWS, 0, D0, D, MASK)
     x1 = x0
-    if D1 > 0:
+    if DUAL:
+        x1 = load_tile(base + D, row, stride, num_rows, ROWS, 0, D1, D, MASK)
+    elif D1 > 0:
         x1 = load_tile(base, row, stride, num_rows, ROWS, D0, D1, D, MASK)
     return x0, x1
 
 
 @triton.jit
 def zero_columns(ROWS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
-    """Two tiles of zeros, fp32; the first one twice if D1 is 0."""
+    """Two tiles of zeros, fp32."""
     x0 = tl.zeros((ROWS, D0), tl.float32)
     x1 = x0
     if D1 > 0:
@@ -105,12 +110,38 @@ def zero_columns(ROWS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
 @triton.jit
 def store_columns(
     base, row, stride, num_rows, x0, x1, ADD: tl.constexpr, ROWS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    D: tl.constexpr,
+    D: tl.constexpr, DUAL: tl.constexpr,
 ):  # fmt: skip
     """`store_tile` of both tiles of columns."""
     store_tile(base, row, stride, num_rows, x0, ADD, ROWS, 0, D0, D)
-    if D1 > 0:
+    if DUAL:
+        store_tile(base + D, row, stride, num_rows, x1, ADD, ROWS, 0, D1, D)
+    elif D1 > 0:
         store_tile(base, row, stride, num_rows, x1, ADD, ROWS, D0, D1, D)
+
+
+@triton.jit
+def products(x0, x1, y0, y1, D1: tl.constexpr, DUAL: tl.constexpr):
+    """x y^T, fp32, and its tangent."""
+    zero = tl.zeros((x0.shape[0], y0.shape[0]), tl.float32)
+    s = dot(x0, tl.trans(y0), zero)
+    st = s
+    if DUAL:
+        st = dot(x1, tl.trans(y0), dot(x0, tl.trans(y1), zero))
+    elif D1 > 0:
+        s = dot(x1, tl.trans(y1), s)
+    return s, st
+
+
+@triton.jit
+def add_products(acc0, acc1, w, wt, x0, x1, D1: tl.constexpr, DUAL: tl.constexpr):
+    """acc + w x, and its tangent, from weights w in the dtype of x and their tangent wt, fp32."""
+    acc0 = dot(w, x0, acc0)
+    if DUAL:
+        acc1 = dot(lower(wt, x0), x0, dot(w, x1, acc1))
+    elif D1 > 0:
+        acc1 = dot(w, x1, acc1)
+    return acc0, acc1
 
 
 @triton.jit
@@ -245,3 +276,58 @@ def cap_logits(s, softcap):
     """softcap * tanh(s / softcap), written with exp2 so that no device library is needed."""
     e = tl.math.exp2(s * (2.0 * LOG2E / softcap))
     return softcap * (1.0 - 2.0 / (1.0 + e))
+
+
+@triton.jit
+def logits(s, st, scale, softcap, SOFTCAP: tl.constexpr, DUAL: tl.constexpr):
+    """From raw products and their tangent: s and a factor, whose product is the logit in base 2; the logit's tangent,
+    in base e; softcap's slope, and the slope's tangent."""
+    factor, slope, slopet = scale * LOG2E, 1.0, 0.0
+    if DUAL:
+        st *= scale
+    if SOFTCAP:
+        s = cap_logits(s * scale, softcap)
+        factor = LOG2E
+        ratio = s / softcap
+        slope = 1.0 - ratio * ratio
+        if DUAL:
+            st *= slope
+            slopet = st * ratio * (-2.0 / softcap)
+    return s, factor, st, slope, slopet
+
+
+@triton.jit
+def softmax_step(s, factor, m, l):
+    """One tile of an online softmax over logits s * factor in base 2, -inf for hidden pairs, from the maximum m so far
+    and the sum l of the weights exp2(logit - m): (weights, what shrinks sums so far, m, l)."""
+    m_new = tl.maximum(m, tl.max(s, 1) * factor)
+    base = tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.math.exp2(s * factor - base[:, None])
+    shrink = tl.math.exp2(m - base)
+    return p, shrink, m_new, l * shrink + tl.sum(p, 1)
+
+
+@triton.jit
+def softmax_end(m, l):
+    """(lse, l), with -inf and 1 for rows that saw nothing."""
+    empty = l == 0.0
+    safe = tl.where(empty, 1.0, l)
+    return tl.where(empty, float("-inf"), (m + tl.math.log2(safe)) * LN2), safe  # F(0): (2)
+
+
+@triton.jit
+def slope_of(SLOPES, stride, b, h):
+    """ALiBi's slope of a head times log2(e); None without SLOPES."""
+    slope2 = None
+    if SLOPES is not None:
+        slope2 = tl.load(SLOPES + b * stride + h) * LOG2E
+    return slope2
+
+
+@triton.jit
+def dropout_of(seed_low, seed_high, threshold, first_head, b, h, sequence, DROPOUT: tl.constexpr):
+    """What `kept` needs of a head and a segment; None without dropout."""
+    dropout = None
+    if DROPOUT:
+        dropout = (seed_low, seed_high, threshold, first_head + h.to(tl.int32), b.to(tl.int32) + sequence)
+    return dropout

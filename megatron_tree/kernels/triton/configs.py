@@ -46,9 +46,12 @@ def power_of_2(n: int) -> int:
 
 
 @functools.lru_cache
-def split_head_dim(d: int) -> tuple[int, int]:
-    """head_dim as two powers of two of at least 16 that cover it with the fewest columns (the second may be 0)."""
+def split_head_dim(d: int, dual: bool = False) -> tuple[int, int]:
+    """head_dim as two powers of two of at least 16 that cover it with the fewest columns (the second may be 0).
+    dual: one that covers the values, and as many columns for tangents."""
     whole = max(power_of_2(d), 16)
+    if dual:
+        return whole, whole
     half = whole // 2
     rest = max(power_of_2(d - half), 16) if d > half else 0
     return (half, rest) if half >= 16 and half + rest < whole else (whole, 0)
@@ -59,7 +62,7 @@ _SM90 = {
     "fwd": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 128, 8, 3), 256: Tiles(128, 64, 8, 2)},
     "dq": {64: Tiles(128, 32, 8, 2), 128: Tiles(128, 64, 8, 3), 192: Tiles(128, 64, 8, 2), 256: Tiles(128, 32, 8, 2)},
     "dkdv": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 128, 8, 3), 192: Tiles(32, 64, 4, 3), 256: Tiles(32, 64, 8, 2)},
-    "jvp": {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(32, 32, 8, 2)},
+    "fwd_jvp": {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(32, 32, 8, 2)},
     "dq_jvp": {128: Tiles(128, 32, 8, 2), 256: Tiles(32, 32, 8, 2)},
     "dkdv_jvp": {64: Tiles(64, 32, 4, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(16, 32, 8, 2)},
 }
@@ -67,7 +70,7 @@ _SM100 = {
     "fwd": {64: Tiles(128, 64, 4, 2), 192: Tiles(128, 128, 8, 2), 256: Tiles(128, 64, 8, 2)},
     "dq": {64: Tiles(128, 64, 4, 2), 192: Tiles(128, 64, 8, 2), 256: Tiles(128, 32, 8, 2)},
     "dkdv": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 128, 8, 2), 192: Tiles(64, 64, 8, 2), 256: Tiles(64, 32, 8, 1)},
-    "jvp": {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(32, 32, 8, 2)},
+    "fwd_jvp": {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(32, 32, 8, 2)},
     "dq_jvp": {64: Tiles(128, 32, 8, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(32, 32, 8, 2)},
     "dkdv_jvp": _SM90["dkdv_jvp"],
 }
@@ -75,7 +78,7 @@ _SM80 = {
     "fwd": {64: Tiles(128, 64, 4, 2), 192: Tiles(128, 32, 4, 2), 256: Tiles(64, 32, 4, 2)},
     "dq": {64: Tiles(128, 32, 4, 2), 128: Tiles(64, 64, 4, 2), 192: Tiles(64, 32, 4, 2), 256: Tiles(64, 64, 8, 2)},
     "dkdv": {64: Tiles(64, 64, 4, 2), 128: Tiles(32, 64, 4, 2), 192: Tiles(16, 64, 4, 2), 256: Tiles(64, 64, 8, 2)},
-    "jvp": {64: Tiles(128, 32, 8, 2), 128: Tiles(64, 32, 8, 2), 256: Tiles(32, 16, 8, 2)},
+    "fwd_jvp": {64: Tiles(128, 32, 8, 2), 128: Tiles(64, 32, 8, 2), 256: Tiles(32, 16, 8, 2)},
     "dq_jvp": {64: Tiles(128, 32, 8, 2), 128: Tiles(64, 32, 8, 2), 256: Tiles(32, 16, 8, 2)},
     "dkdv_jvp": _SM90["dkdv_jvp"],
 }
@@ -83,7 +86,7 @@ _SM86 = {
     "fwd": _SM80["fwd"],
     "dq": _SM80["dq"] | {256: Tiles(32, 32, 8, 2)},
     "dkdv": _SM80["dkdv"] | {256: Tiles(32, 32, 8, 1)},
-    "jvp": _SM80["jvp"],
+    "fwd_jvp": _SM80["fwd_jvp"],
     "dq_jvp": _SM80["dq_jvp"] | {128: Tiles(32, 32, 4, 2)},
     "dkdv_jvp": _SM80["dkdv_jvp"],
 }
@@ -91,7 +94,7 @@ _GFX942 = {
     "fwd": {64: Tiles(128, 64, 4, 1), 128: Tiles(128, 32, 4, 1), 256: Tiles(64, 32, 4, 1)},
     "dq": {64: Tiles(64, 64, 4, 1), 128: Tiles(64, 32, 4, 1), 256: Tiles(32, 32, 4, 1)},
     "dkdv": {64: Tiles(32, 64, 4, 1), 128: Tiles(32, 64, 4, 1), 256: Tiles(16, 32, 4, 1)},
-    "jvp": {64: Tiles(64, 32, 4, 1), 128: Tiles(64, 16, 4, 1), 256: Tiles(32, 16, 4, 1)},
+    "fwd_jvp": {64: Tiles(64, 32, 4, 1), 128: Tiles(64, 16, 4, 1), 256: Tiles(32, 16, 4, 1)},
     "dq_jvp": {64: Tiles(64, 32, 4, 1), 128: Tiles(32, 16, 4, 1), 256: Tiles(16, 16, 4, 1)},
     "dkdv_jvp": {64: Tiles(32, 64, 4, 1), 128: Tiles(16, 32, 4, 1), 256: Tiles(16, 16, 4, 1)},
 }
@@ -102,7 +105,7 @@ _RESERVED = 1024  # bytes of each block, for the driver
 
 
 def tiles(kernel: str, width: int, arch: str, itemsize: int = 2, dropout: bool = False) -> Tiles:
-    """Tiles of "fwd", "dq" or "dkdv" for a head_dim of `width`; of dual tensors "jvp", "dq_jvp" or "dkdv_jvp".
+    """Tiles of "fwd", "dq" or "dkdv" for a head_dim of `width`; of dual tensors "fwd_jvp", "dq_jvp", "dkdv_jvp".
 
     arch: one of `ARCHES` or "interpreter".
 

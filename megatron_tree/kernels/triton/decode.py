@@ -17,7 +17,7 @@ from torch import Tensor
 from ...config import AttnSpec
 from ..kv_cache import KVCache
 from . import common, configs, host
-from .common import LN2, LOG2E, alibi, cap_logits, dot, head_of
+from .common import LOG2E, alibi, cap_logits, dot, head_of, softmax_end, softmax_step
 from .merge import merge_states
 
 KEYS = 64  # a split is a multiple of these
@@ -130,11 +130,7 @@ def attn_decode_kernel(
             if WINDOW:
                 ok = ok & (k_pos[None, :] + left >= q_pos[:, None])
         s = tl.where(ok, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
-        base = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.math.exp2(s - base[:, None])
-        shrink = tl.math.exp2(m - base)
-        l = l * shrink + tl.sum(p, 1)
+        p, shrink, m, l = softmax_step(s, 1.0, m, l)
         v0 = _load_keys(v_base, v_rows, 1, valid, 0, E0, E)
         if SCALED:
             v_scale = tl.load(V_SCALE + scale_rows, mask=valid, other=0.0)
@@ -153,17 +149,14 @@ def attn_decode_kernel(
                 else:
                     v1 = v1.to(q0.dtype)
             acc1 = dot(p, v1, acc1 * shrink[:, None])
-        m = m_new
-    empty = l == 0.0
-    safe = tl.where(empty, 1.0, l)
-    lse = tl.where(empty, float("-inf"), (m + tl.math.log2(safe)) * LN2)  # F(0): (2)
+    lse, l = softmax_end(m, l)
     num_heads = tl.num_programs(1) * GROUP
     at = STATE + (((b * num_splits + split) * s_q + query) * num_heads + h) * (E + 1)
     c = tl.arange(0, E0)
-    tl.store(at[:, None] + c[None, :], acc0 / safe[:, None], mask=in_q[:, None] & (c < E)[None, :])  # dF/dzeta: (3)
+    tl.store(at[:, None] + c[None, :], acc0 / l[:, None], mask=in_q[:, None] & (c < E)[None, :])  # dF/dzeta: (3)
     if E1 > 0:
         c = E0 + tl.arange(0, E1)
-        tl.store(at[:, None] + c[None, :], acc1 / safe[:, None], mask=in_q[:, None] & (c < E)[None, :])
+        tl.store(at[:, None] + c[None, :], acc1 / l[:, None], mask=in_q[:, None] & (c < E)[None, :])
     tl.store(at + E, lse, mask=in_q)
 
 
@@ -219,7 +212,7 @@ def attn_decode(q: Tensor, cache: KVCache, spec: AttnSpec, num_splits: int | Non
         check_pages(cache.k)
     q, k, v = (host.unit_last_stride(x) for x in (q, cache.k, cache.values))
     rows = ROWS[q.element_size()]
-    if host.head_width(q.shape[-1], v.shape[-1]) > host.MAX_HEAD_DIM:
+    if host.HeadDims.of(q, v).width > host.MAX_HEAD_DIM:
         rows = configs.latent_rows(host.arch(q.device))
         k, v = _head_in_parts(q.shape[2], rows, k, v)
     cache = _addressable(cache, k, v)
@@ -270,7 +263,7 @@ def _launch(q: Tensor, cache: KVCache, spec: AttnSpec, num_splits: int | None) -
     h_kv, e = k.shape[2], v.shape[-1]
     page, num_keys = 0 if table is None else k.shape[1], cache.num_slots if selected is None else selected.shape[2]
     flags = (lengths is not None, k_positions is not None, k_scale is not None)
-    fixed, blocks = _fixed(spec, h // h_kv, s_q, (d, e), page, flags, q.dtype, host.arch(q.device))
+    fixed, blocks = _fixed(spec, h // h_kv, s_q, host.HeadDims(d, e), page, flags, q.dtype, host.arch(q.device))
     num_slots = blocks * host.multiprocessors(q.device)
     num_splits, keys_per_split = _splits(num_keys, b * h_kv, num_splits, spec.deterministic, num_slots)
     slopes = host.alibi_slopes(spec, q)
@@ -294,15 +287,15 @@ def _launch(q: Tensor, cache: KVCache, spec: AttnSpec, num_splits: int | None) -
 
 @functools.lru_cache(maxsize=1024)
 def _fixed(
-    spec: AttnSpec, group: int, s_q: int, dims: tuple[int, int], page: int, flags: tuple[bool, bool, bool], dtype, arch
+    spec: AttnSpec, group: int, s_q: int, dims: host.HeadDims, page: int, flags: tuple[bool, bool, bool], dtype, arch
 ) -> tuple[dict, int]:
     """The arguments that do not change while a cache grows, and the blocks that a multiprocessor holds.
 
     Made once, and not to be changed. flags: whether there are lengths, positions of keys, and scales.
     """
     has_lengths, has_positions, scaled = flags
-    heads, itemsize = host.head_dims(*dims), dtype.itemsize
-    tiles = configs.decode_tiles(group * s_q, host.head_width(*dims), arch, itemsize)
+    heads, itemsize = dims.constants, dtype.itemsize
+    tiles = configs.decode_tiles(group * s_q, dims.width, arch, itemsize)
     blocks = configs.decode_blocks(tiles, (heads["D0"] + heads["D1"], heads["E0"] + heads["E1"]), arch, itemsize)
     return dict(
         left=host.window_sides(spec)[0], scale=spec.softmax_scale, softcap=spec.softcap,

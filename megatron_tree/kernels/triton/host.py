@@ -3,21 +3,47 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ... import dropout
 from ...config import AttnSpec
 from ...merge import NEG_INF, empty_state
-from . import boxes, bwd, common, configs, fwd
+from . import bwd, common, configs, fwd
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
 MAX_LATENT = 576  # of decoding in half precision with one KV head
 MAX_BATCH = 65535  # of a grid's third dimension
 EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
+MAX_DUAL_FP32 = 128  # wider tiles of values and tangents spill registers, and exceed the memory of sm_86
+BOX_ARCHES = ("sm90", "sm100", "interpreter")  # that have a copy engine (TMA)
 DEVICES = ("cuda", "cpu") if common.INTERPRET.value else ("cuda",)  # tests on compiled kernels have others
+
+
+class HeadDims(NamedTuple):
+    """head_dim d of q and k, e of v. dual: of dual tensors (duals.py), which have twice as many columns."""
+
+    d: int
+    e: int
+    dual: bool = False
+
+    @classmethod
+    def of(cls, q: Tensor, v: Tensor, dual: bool = False) -> HeadDims:
+        return cls(q.shape[-1] >> dual, v.shape[-1] >> dual, dual)
+
+    @property
+    def width(self) -> int:
+        return max(self.d, self.e, 16)
+
+    @property
+    def constants(self) -> dict:
+        """How the kernels cover columns: see common.py."""
+        (d0, d1), (e0, e1) = (configs.split_head_dim(x, self.dual) for x in (self.d, self.e))
+        return dict(D=self.d, D0=d0, D1=d1, E=self.e, E0=e0, E1=e1)
 
 
 def on_its_device(function):
@@ -54,6 +80,11 @@ def unsupported(q, k, v, spec: AttnSpec, *, flowing_lse: bool, masked: bool, dec
     return None
 
 
+def takes_duals(dtype: torch.dtype, width: int) -> bool:
+    """See `Backend.of_duals`."""
+    return dtype != torch.float32 or width <= MAX_DUAL_FP32
+
+
 def attn_fwd(
     q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -70,19 +101,32 @@ def attn_fwd(
     return out, lse
 
 
+def attn_jvp(
+    q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, out_dtype=None
+) -> tuple[Tensor, Tensor]:
+    """See `Backend.of_duals`; one launch. out is fp32, whatever out_dtype: r - mu out cancels digits."""
+    out, lse = empty_state((*q.shape[:3], v.shape[-1] + 1), device=q.device)
+    write_state(out, lse, q, k, v, q_segments=q_segments, k_segments=k_segments, spec=spec, dual=True)
+    return out, lse
+
+
 @on_its_device
-def write_state(out: Tensor, lse: Tensor, q, k, v, *, q_segments, k_segments, spec: AttnSpec) -> None:
-    """`attn_fwd` into out [b, s_q, h, d_v], of any dtype, and lse [b, h, s_q], fp32: the rows of q_segments."""
-    (b, _, h, d), e = q.shape, v.shape[-1]
+def write_state(
+    out: Tensor, lse: Tensor, q, k, v, *, q_segments, k_segments, spec: AttnSpec, dual: bool = False
+) -> None:
+    """`attn_fwd` (dual: `attn_jvp`) into out [b, s_q, h, d_v], of any dtype, and lse [b, h, s_q], fp32: the rows of
+    q_segments."""
+    b, _, h, _ = q.shape
     if 0 in (b, len(q_segments), len(k_segments)):
         return
     q, scale = _positive_scale(q, spec.softmax_scale)
-    given, tiles = operands(Q=q, K=k, V=v), tiles_for("fwd", q, d, e, spec)
+    given, dims = operands(Q=q, K=k, V=v), HeadDims.of(q, v, dual)
+    tiles = _tiles("fwd", q, dims, spec)
     q_tiles, k_table = tables(q_segments, k_segments, tiles.m, q.device)
     fwd.attn_fwd_kernel[(q_tiles.shape[0], h, b)](
-        **given, **boxes.arguments(given["K"], given["V"], tiles, arch(q.device)), OUT=out, LSE=lse,
+        **given, **_boxes(given["K"], given["V"], tiles, dims, arch(q.device)), OUT=out, LSE=lse,
         **alibi_slopes(spec, q), q_tiles=q_tiles, k_segments=k_table, out_strides=out.stride()[:3],
-        lse_strides=lse.stride()[:2], **fixed(spec, scale, h // k.shape[2], d, e, tiles),
+        lse_strides=lse.stride()[:2], **_fixed(spec, scale, h // k.shape[2], dims, tiles),
     )  # fmt: skip
 
 
@@ -93,45 +137,81 @@ def attn_bwd(dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpe
     return grads
 
 
+attn_bwd_jvp = attn_bwd  # of dual tensors, see `Backend.of_duals`: known by lse and delta
+
+
 @on_its_device
 def accumulate_bwd(dout, q, k, v, lse, delta, grads, *, q_segments, k_segments, spec: AttnSpec) -> None:
-    """Add this block's gradients to grads = (dq, dk, dv), fp32. Calls for several cells accumulate."""
+    """Add this block's gradients to grads = (dq, dk, dv), fp32. Calls for several cells accumulate.
+
+    lse and delta [b, h, s] of dual tensors are (lse, mu) and (delta, kappa), [b, h, s, 2].
+    """
     dq, dk, dv = grads
     if 0 in (len(q), len(q_segments), len(k_segments)):
         return
-    lse2, delta, dims = in_base_2(lse).contiguous(), delta.contiguous(), (q.shape[-1], v.shape[-1])
+    dual = lse.dim() == 4
+    lse, mu = lse.unbind(-1) if dual else (lse, None)
+    lse2 = torch.where(lse == NEG_INF, -NEG_INF, lse * common.LOG2E.value)  # +inf where nothing is seen: weights are 0
+    if dual:
+        lse2, delta = torch.stack((lse2, mu), 2), delta.transpose(2, 3)  # [b, h, 2, s]
+    lse2, delta = lse2.contiguous(), delta.contiguous()
     given = operands(Q=q, K=k, V=v, DOUT=dout.to(q.dtype)) | alibi_slopes(spec, q)
-    given |= dict(LSE2=lse2, DELTA=delta, lse_strides=lse2.stride()[:2])
-    segments = dict(q_segments=q_segments, k_segments=k_segments, spec=spec)
-    tiles = tiles_for("dkdv", q, *dims, spec)
-    dq_boxes = boxes.of_dq(dq, tiles, arch(q.device), spec.deterministic)
+    given |= dict(LSE2=lse2, DELTA=delta, lse_strides=lse2.stride()[:-1])
+    segments, dims = dict(q_segments=q_segments, k_segments=k_segments, spec=spec), HeadDims.of(q, v, dual)
+    tiles = _tiles("dkdv", q, dims, spec)
+    fused = tiles.fused and arch(q.device) in BOX_ARCHES and not dual and not spec.deterministic
+    dq_boxes = _descriptor(dq, tiles.m) if fused else None
     if dq_boxes is None:
-        launch_dq(bwd.attn_bwd_dq_kernel, given, dq, tiles_for("dq", q, *dims, spec), dims, **segments)
-    launch_dkdv(bwd.attn_bwd_dkdv_kernel, given | dict(DQ_BOXES=dq_boxes), dk, dv, tiles, dims, **segments)
+        _add_dq(given, dq, _tiles("dq", q, dims, spec), dims, **segments)
+    _add_dkdv(given | dict(DQ_BOXES=dq_boxes), dk, dv, tiles, dims, **segments)
 
 
-def launch_dq(kernel, given: dict, dq: Tensor, tiles: configs.Tiles, dims, *, q_segments, k_segments, spec) -> None:
-    """Add to dq. given: the kernel's tensors and their strides; dims: head_dim of q and k, and of v."""
+def _boxes(k: Tensor, v: Tensor, tiles: configs.Tiles, dims: HeadDims, arch: str) -> dict:
+    """K_BOXES and V_BOXES for k and v [b, s, h_kv, d]: None where `tiles` or the GPU has no boxes, where a head has two
+    tiles of columns, and where the engine can't take the address or strides: positive multiples of 16 bytes. And
+    SPECIALIZED, which needs boxes.
+    """
+    wanted = tiles.boxes and arch in BOX_ARCHES and not dims.dual
+    descriptors = [_descriptor(x, tiles.n) for x in (k, v)] if wanted else [None]
+    if None in descriptors:
+        return dict(K_BOXES=None, V_BOXES=None, SPECIALIZED=False)
+    return dict(K_BOXES=descriptors[0], V_BOXES=descriptors[1], SPECIALIZED=tiles.specialized and arch == "sm100")
+
+
+def _descriptor(x: Tensor, rows: int) -> TensorDescriptor | None:
+    """Of x [b, s, h, d], with boxes of so many rows and all columns of a head, or None: see `_boxes`."""
+    size, (columns, rest) = x.element_size(), configs.split_head_dim(x.shape[-1])
+    strides = list(x.stride())
+    for i in reversed(range(x.dim() - 1)):
+        if x.shape[i] == 1:  # torch may have put any number there
+            strides[i] = strides[i + 1] * x.shape[i + 1]
+    if rest or x.shape[-1] * size % 16 or x.data_ptr() % 16 or any(s <= 0 or s * size % 16 for s in strides[:-1]):
+        return None
+    return TensorDescriptor(x, list(x.shape), strides, [1, rows, 1, columns])
+
+
+def _add_dq(given: dict, dq: Tensor, tiles: configs.Tiles, dims: HeadDims, *, q_segments, k_segments, spec) -> None:
+    """Add to dq. given: the kernel's tensors and their strides."""
     (b, _, h, _), group = dq.shape, dq.shape[2] // given["K"].shape[2]
     q_tiles, k_table = tables(q_segments, k_segments, tiles.m, dq.device)
-    kernel[(q_tiles.shape[0], h, b)](
+    bwd.attn_bwd_dq_kernel[(q_tiles.shape[0], h, b)](
         **given, DQ=dq, q_tiles=q_tiles, k_segments=k_table, dq_strides=dq.stride()[:3],
-        **fixed(spec, spec.softmax_scale, group, *dims, tiles),
+        **_fixed(spec, spec.softmax_scale, group, dims, tiles),
     )  # fmt: skip
 
 
-def launch_dkdv(kernel, given: dict, dk, dv, tiles: configs.Tiles, dims, *, q_segments, k_segments, spec) -> None:
+def _add_dkdv(given: dict, dk, dv, tiles: configs.Tiles, dims: HeadDims, *, q_segments, k_segments, spec) -> None:
     """The same for dk and dv."""
     (b, _, h_kv, _), group = dk.shape, given["Q"].shape[2] // dk.shape[2]
     k_tiles, q_table = tables(k_segments, q_segments, tiles.n, dk.device, heaviest_last=True)
     rows = 1 if spec.deterministic else b  # of the batch: bits must not depend on it
     parts = _head_parts(k_tiles.shape[0] * h_kv * rows, group, dk.device)
     dk_parts, dv_parts = (dk[None], dv[None]) if parts == 1 else (x.new_zeros(parts, *x.shape) for x in (dk, dv))
-    kernel[(k_tiles.shape[0], h_kv * parts, b)](
+    bwd.attn_bwd_dkdv_kernel[(k_tiles.shape[0], h_kv * parts, b)](
         **given, DK=dk_parts, DV=dv_parts, k_tiles=k_tiles, q_segments=q_table, parts=parts,
         dk_part_stride=dk_parts.stride(0), dk_strides=dk_parts.stride()[1:4],
         dv_part_stride=dv_parts.stride(0), dv_strides=dv_parts.stride()[1:4],
-        **fixed(spec, spec.softmax_scale, group, *dims, tiles),
+        **_fixed(spec, spec.softmax_scale, group, dims, tiles),
     )  # fmt: skip
     if parts > 1:
         dk += dk_parts.sum(0)
@@ -164,15 +244,15 @@ def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
 
 
 @functools.lru_cache(maxsize=1024)
-def fixed(spec: AttnSpec, scale: float, group: int, d: int, e: int, tiles: configs.Tiles) -> dict:
-    """A training kernel's scalar arguments, and the constants that it is compiled for; head_dims d of q and k, e of v.
+def _fixed(spec: AttnSpec, scale: float, group: int, dims: HeadDims, tiles: configs.Tiles) -> dict:
+    """A training kernel's scalar arguments, and the constants that it is compiled for.
 
     Made once for all launches with the same options, and not to be changed.
     """
     left, right = window_sides(spec)
     return dict(
         left=left, right=right, scale=scale, softcap=spec.softcap, **_dropout_arguments(spec),
-        GROUP=group, **head_dims(d, e), **mask_flags(spec), M=tiles.m, N=tiles.n, STAGES=tiles.stages,
+        GROUP=group, **dims.constants, **mask_flags(spec), DUAL=dims.dual, M=tiles.m, N=tiles.n, STAGES=tiles.stages,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
@@ -200,28 +280,15 @@ def _aligned(x: Tensor) -> Tensor:
     return unit_last_stride(x)
 
 
-def head_width(d: int, e: int) -> int:
-    return max(d, e, 16)
-
-
-def tiles_for(kernel: str, q: Tensor, d: int, e: int, spec: AttnSpec) -> configs.Tiles:
-    return configs.tiles(kernel, head_width(d, e), arch(q.device), q.element_size(), spec.dropout is not None)
+def _tiles(kernel: str, q: Tensor, dims: HeadDims, spec: AttnSpec) -> configs.Tiles:
+    name = f"{kernel}_jvp" if dims.dual else kernel
+    return configs.tiles(name, dims.width, arch(q.device), q.element_size(), spec.dropout is not None)
 
 
 def operands(**tensors: Tensor) -> dict:
     """Tensors [b, s, h, d] under a kernel's names for them, copied where Triton reads them badly, and their strides."""
     tensors = {name: _aligned(x) for name, x in tensors.items()}
     return tensors | {f"{name.lower()}_strides": x.stride()[:3] for name, x in tensors.items()}
-
-
-def in_base_2(lse: Tensor) -> Tensor:
-    """lse for backward kernels: +inf where nothing is seen, so that weights are 0."""
-    return torch.where(lse == NEG_INF, -NEG_INF, lse * common.LOG2E.value)
-
-
-def head_dims(d: int, e: int) -> dict:
-    (d0, d1), (e0, e1) = configs.split_head_dim(d), configs.split_head_dim(e)
-    return dict(D=d, D0=d0, D1=d1, E=e, E0=e0, E1=e1)
 
 
 def window_sides(spec: AttnSpec) -> tuple[int, int]:
@@ -245,7 +312,7 @@ def alibi_slopes(spec: AttnSpec, q: Tensor) -> dict:
 
 @functools.lru_cache(maxsize=64)
 def _slopes_on(slopes: tuple[tuple[float, ...], ...], device: torch.device) -> Tensor:
-    return torch.tensor(slopes, dtype=torch.float32, device=device)
+    return _copied(torch.tensor(slopes, dtype=torch.float32), device)
 
 
 def _dropout_arguments(spec: AttnSpec) -> dict:
@@ -284,19 +351,44 @@ _captured: list = []
 
 
 def tables(grid, loop, rows: int, device: torch.device, heaviest_last: bool = False) -> tuple[Tensor, Tensor]:
-    """`_make_tables`, cached for later calls. They can't be made while a CUDA graph is captured: run it before."""
+    """`_make_tables`, cached for later calls."""
     return _in_use(_make_tables(tuple(grid), tuple(loop), rows, device, heaviest_last))
 
 
 def _in_use(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Cached tensors: the cache may drop them while this stream still reads them. What a CUDA graph reads is kept."""
-    if tensors[0].device.type == "cuda":
+    """Tensors `_copied` and cached: this stream reads them once they are there, and the cache may drop them meanwhile.
+    What a CUDA graph reads is kept."""
+    device = tensors[0].device
+    if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
             _captured.append(tensors)
         else:
+            stream = torch.cuda.current_stream(device)
+            stream.wait_stream(_copies(device))
             for x in tensors:
-                x.record_stream(torch.cuda.current_stream(x.device))
+                x.record_stream(stream)
     return tensors
+
+
+def _copied(x: Tensor, device: torch.device) -> Tensor:
+    """x on a device; `_in_use` waits for the copy, and not the host, which would wait for all that the GPU has to do.
+
+    Raises: ``RuntimeError`` while a CUDA graph is captured.
+    """
+    if device.type != "cuda":
+        return x.to(device)
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "attention of segments that are new in a CUDA graph: run the same call once before capturing it"
+        )
+    with torch.cuda.stream(_copies(device)):
+        return x.pin_memory().to(device, non_blocking=True)
+
+
+@functools.lru_cache
+def _copies(device: torch.device) -> torch.cuda.Stream:
+    """The stream of copies to a GPU."""
+    return torch.cuda.Stream(device)
 
 
 @functools.lru_cache(maxsize=256)
@@ -318,4 +410,5 @@ def _make_tables(grid, loop, rows: int, device: torch.device, heaviest_last: boo
     ]
     tiles.sort(key=lambda t: t[2] if heaviest_last else -t[2])
     table = [(s.row, s.length, s.pos, s.seq) for s in loop]
-    return tuple(torch.tensor(x, dtype=torch.int32).reshape(-1, n).to(device) for x, n in ((tiles, 5), (table, 4)))
+    numbers = (torch.tensor(x, dtype=torch.int32).reshape(-1, n) for x, n in ((tiles, 5), (table, 4)))
+    return tuple(_copied(x, device) for x in numbers)
