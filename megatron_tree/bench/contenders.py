@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ..config import TreeConfig
-from ..integrations.transformers.parallel import register_sequence_parallel
+from ..integrations.transformers.train.sequence_parallel import register_sequence_parallel
 from ..layout import shard_positions
 from .measure import Laps
 from .rivals import TRAIN, no_torch_ring

@@ -17,10 +17,11 @@ import torch
 from .. import comm
 from ..config import DECODE_SCHEDULES, TreeConfig
 from ..emulate import network_bytes
-from ..integrations.transformers import baseline, models
+from ..integrations.transformers import models
 from ..integrations.transformers.attention import TreeCache
-from ..integrations.transformers.generation import generate
-from ..integrations.transformers.runner import Runner
+from ..integrations.transformers.infer import baseline
+from ..integrations.transformers.infer.generation import generate
+from ..integrations.transformers.infer.runner import Runner
 from ..units import parse_count
 from . import runs, session
 from .measure import Measured, Meeting, PeakMemory, join

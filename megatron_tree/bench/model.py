@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..integrations.transformers import models
-from ..integrations.transformers.rope import num_positions
+from ..integrations.transformers.families.rope import num_positions
 from ..units import parse_count
 
 SIZES = {"layers": 4, "hidden_size": 512, "heads": 16, "kv_heads": 4, "head_dim": 128}

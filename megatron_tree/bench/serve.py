@@ -21,7 +21,7 @@ from ..generation.requests import Request
 from ..generation.sampling import SamplingParams
 from ..generation.scheduler import Scheduler
 from ..integrations.transformers.attention import TreeCache
-from ..integrations.transformers.runner import CHUNK_SIZE, Runner
+from ..integrations.transformers.infer.runner import CHUNK_SIZE, Runner
 from ..units import parse_count
 from .measure import LocalRanks, Meeting, join
 from .model import add_model, check_model, load_model

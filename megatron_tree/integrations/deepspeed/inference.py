@@ -28,10 +28,17 @@ from ...config import TreeConfig, default_config
 from ...files import read_deepspeed_config
 from ..transformers.architectures import has_index, has_states
 from ..transformers.attention import TreeCache, check_model
-from ..transformers.engine import Engine, check_options, check_replicated, model_or_folder, share_model, token_group
-from ..transformers.image_prompts import set_text_attention
-from ..transformers.rope import num_positions
-from ..transformers.runner import CHUNK_SIZE
+from ..transformers.families.image_prompts import set_text_attention
+from ..transformers.families.rope import num_positions
+from ..transformers.infer.engine import (
+    Engine,
+    check_options,
+    check_replicated,
+    model_or_folder,
+    share_model,
+    token_group,
+)
+from ..transformers.infer.runner import CHUNK_SIZE
 
 REFUSED = {
     "dtype": "pass dtype=",

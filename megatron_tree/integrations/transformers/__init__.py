@@ -13,13 +13,13 @@ Importing it registers ``attn_implementation="tree"``:
 """
 
 from .attention import check_model, tree_attention
-from .batch_shards import shard_batch
-from .cache import TreeCache
-from .generation import Generation, generate
-from .log_probs import gather_tokens, log_probs_of_hidden, token_log_probs
-from .parallel import SequenceParallel, register_sequence_parallel
-from .runner import Runner
-from .training import train_on_shards
+from .infer.cache import TreeCache
+from .infer.generation import Generation, generate
+from .infer.runner import Runner
+from .train.batch_shards import shard_batch
+from .train.log_probs import gather_tokens, log_probs_of_hidden, token_log_probs
+from .train.sequence_parallel import SequenceParallel, register_sequence_parallel
+from .train.train_on_shards import train_on_shards
 
 __all__ = [
     "Generation",

@@ -23,15 +23,15 @@ from ...attention.functional import tree_attn_func
 from ...comm import outside_graphs
 from ...config import AttnSlice
 from .architectures import CHUNKED, INDEXED, POOLED, WINDOW_IN_MASK, check_replaceable
-from .batch_shards import SequenceShard, current_shard
-from .cache import TreeCache
-from .image_blocks import WITH_BLOCKS, ImageMask, image_mask, state_ahead
-from .indexed import IndexMask, index_on_ranks
-from .latent import latent_heads
-from .llama4 import chunk_size, has_temperature, with_temperature
-from .pooled import BlockMask, block_mask
-from .runs import Update, current_run, forget_notes, last_update
-from .training import attend_to_shard
+from .families.chunked import chunk_size, has_temperature, with_temperature
+from .families.image_blocks import WITH_BLOCKS, ImageMask, image_mask, state_ahead
+from .families.indexed import IndexMask, index_on_ranks
+from .families.latent import latent_heads
+from .families.pooled import BlockMask, block_mask
+from .infer.cache import TreeCache
+from .infer.model_runs import Update, current_run, forget_notes, last_update
+from .train.batch_shards import SequenceShard, current_shard
+from .train.train_on_shards import attend_to_shard
 
 NOTHING_BESIDE = "a batch from shard_batch takes neither a cache nor an attention_mask of its own"
 UNSUPPORTED = {"position_bias", "alibi", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k", "output_attentions"}

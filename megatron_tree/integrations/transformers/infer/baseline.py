@@ -1,0 +1,83 @@
+"""The baseline of sharded generation: Transformers' own attention and cache on one rank; and synthetic caches."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+from transformers import DynamicCache
+
+from ..architectures import has_states, num_heads_kv
+from ..attention import TreeCache
+
+CHUNK = 2048  # tokens of a made-up cache that are drawn at once
+
+
+def cache_shape(config) -> tuple[int, int, int]:
+    """(layers, KV heads, head size) of a model. Raises ValueError where the cache holds no plain keys and values."""
+    text = config.get_text_config(decoder=True)
+    if has_states(config):
+        raise ValueError(f"{type(text).__name__} has recurrent layers: a synthetic cache is not supported, prefill it")
+    if getattr(text.per_layer_config[0], "kv_lora_rank", None) is not None:
+        raise ValueError(f"{type(text).__name__} caches latents: a synthetic cache is not supported, prefill it")
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return text.num_hidden_layers, num_heads_kv(text), head_dim
+
+
+def made_up(config, num_tokens: int, layer: int):
+    """Keys and values of one layer, fp32 [1, h_kv, n <= CHUNK, d] each, chunk by chunk: the same on every rank.
+
+    Values have a different mean in every chunk, so that wrong weights show.
+    """
+    _, h_kv, d = cache_shape(config)
+    for begin in range(0, num_tokens, CHUNK):
+        generator = torch.Generator().manual_seed(1_000_003 * layer + begin)
+        shape = (1, h_kv, min(CHUNK, num_tokens - begin), d)
+        k, v = (torch.randn(shape, generator=generator) for _ in range(2))
+        yield k, v.add_(torch.randn(1, h_kv, 1, d, generator=generator))
+
+
+def made_up_row(cache: TreeCache, config, num_tokens: int) -> int:
+    """A new row of a sharded cache with made-up content, this rank's share of it; returns its id."""
+    row = cache.store.book.add()
+    layers = [made_up(config, num_tokens, layer) for layer in range(cache_shape(config)[0])]
+    for chunk in zip(*layers, strict=True):
+        with cache.forward_pass([row], chunk[0][0].shape[2]) as forward:
+            for layer, (k, v) in enumerate(chunk):
+                forward.write(layer, k.transpose(1, 2), v.transpose(1, 2))
+    return row
+
+
+def made_up_plain(config, num_tokens: int) -> DynamicCache:
+    """Transformers' own cache with the same content, all of it."""
+    cache = DynamicCache(config=config)
+    for layer in range(cache_shape(config)[0]):
+        k, v = (torch.cat(parts, 2) for parts in zip(*made_up(config, num_tokens, layer), strict=True))
+        cache.update(k, v, layer)
+    return cache
+
+
+@torch.no_grad()
+def plain_prefill(model, tokens: Tensor, chunk_size: int) -> DynamicCache:
+    """Transformers' own cache of a prompt int64 [n], which is run in chunks."""
+    cache = DynamicCache(config=model.config)
+    for begin in range(0, len(tokens), chunk_size):
+        chunk = tokens[None, begin : begin + chunk_size]
+        model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return cache
+
+
+class TokenClock(BaseStreamer):
+    """Notes the times at which Transformers' generate has its prompt and each token: `time.perf_counter()`."""
+
+    def __init__(self):
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
