@@ -20,7 +20,7 @@ from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.infer.generation import generate
 from megatron_tree.integrations.transformers.infer.runner import Runner
 from megatron_tree.integrations.transformers.infer.split_model import split_model
-from megatron_tree.integrations.transformers.infer.split_rules import plan_layout
+from megatron_tree.integrations.transformers.infer.weight_layout import plan_layout
 from support.hf_models import plain, prompt, tiny_model, tree_model
 
 LENGTH, NEW = 45, 8

@@ -15,7 +15,7 @@ from megatron_tree.generation.requests import Request
 from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.generation.scheduler import Scheduler
 from megatron_tree.generation.speculation import Speculation
-from megatron_tree.integrations.transformers.infer.split_rules import plan_layout
+from megatron_tree.integrations.transformers.infer.weight_layout import plan_layout
 from support.hf_architectures import INDEXED, assert_logits, random_model
 from support.hf_models import mistral_large4, plain, prompt
 from support.hf_served import check_rows, check_served, check_sharded, check_trained, traffic_of_a_step

@@ -17,7 +17,7 @@ from .infer.cache import TreeCache
 from .infer.generation import Generation, generate
 from .infer.runner import Runner
 from .train.batch_shards import shard_batch
-from .train.log_probs import gather_tokens, log_probs_of_hidden, token_log_probs
+from .train.loss import gather_tokens, log_probs_of_hidden, token_log_probs
 from .train.sequence_parallel import SequenceParallel, register_sequence_parallel
 from .train.train_on_shards import train_on_shards
 

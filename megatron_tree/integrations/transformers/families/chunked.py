@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from ....layout import Dispatched
-from ..architectures import CHUNKED
+from .table import BY_MODEL
 
 
 def chunk_size(module) -> int | None:
     """Positions of a chunk of this attention module's layer; None: its queries see all keys before them."""
     config = getattr(module, "config", None)
-    if getattr(config, "model_type", None) not in CHUNKED:
+    if BY_MODEL.get(getattr(config, "model_type", None)) != "chunked":
         return None
     return config.attention_chunk_size if config.layer_types[module.layer_idx] == "chunked_attention" else None
 

@@ -23,11 +23,9 @@ from torch import Tensor
 
 from ....attention.selection import tree_select_func
 from ....cache.selected_attention import Index, Selection
-from ....comm import outside_graphs
-from ..architectures import INDEXED, INSTEAD, POOLED, classes_beside
 from ..infer.model_runs import last_update
 from ..train.batch_shards import SequenceShard
-from .pooled import select_blocks_on_ranks
+from .modeling import INSTEAD
 
 
 class IndexMask(NamedTuple):
@@ -130,39 +128,15 @@ class IndexKeys(NamedTuple):
         return Scoring(self.name, lambda index: self.select(index, keys))
 
 
-def index_on_ranks(config) -> None:
-    """Let the indexers of this configuration's model select keys of all ranks where their mask is an `IndexMask`; done
-    once.
-
-    Raises: ValueError for a model that has no indexer.
-    """
-    text = config.get_text_config(decoder=True)
-    if text.model_type in POOLED:
-        select_blocks_on_ranks(text)
-    if text.model_type not in INDEXED:
-        return
-    indexers = [x for name, x in classes_beside(text).items() if name.endswith("Indexer")]
-    if not indexers:
-        raise ValueError(f"{type(text).__name__} has index_topk={text.index_topk}, but its model no indexer. {INSTEAD}")
-    for indexer in indexers:
-        if not hasattr(indexer.forward, "selects_on_ranks"):
-            indexer.forward = _selecting(indexer.forward)
-
-
-def _selecting(forward: Callable) -> Callable:
-    @outside_graphs
-    @functools.wraps(forward)
-    def select(module, *args, **kwargs):
-        mask = next((x for x in (*args, *kwargs.values()) if isinstance(x, IndexMask)), None)
-        if mask is not None:
-            name = f"{type(module).__name__} (layer_idx={module.layer_idx})"
-            cached = kwargs.get("past_key_values") is not None
-            found = functools.partial(_select_in_cache if cached else _select_of_shard, mask.mask)
-            kwargs["past_key_values"] = IndexKeys(name, found)
-        return forward(module, *args, **kwargs)
-
-    select.selects_on_ranks = True
-    return select
+def select(forward: Callable, module, *args, **kwargs):
+    """`forward` of an indexer, which selects keys of all ranks where its mask is an `IndexMask`."""
+    mask = next((x for x in (*args, *kwargs.values()) if isinstance(x, IndexMask)), None)
+    if mask is not None:
+        name = f"{type(module).__name__} (layer_idx={module.layer_idx})"
+        cached = kwargs.get("past_key_values") is not None
+        found = functools.partial(_select_in_cache if cached else _select_of_shard, mask.mask)
+        kwargs["past_key_values"] = IndexKeys(name, found)
+    return forward(module, *args, **kwargs)
 
 
 def _select_in_cache(visible: Tensor | SequenceShard | None, index: Index, keys: Tensor) -> Selection:

@@ -7,37 +7,19 @@ as they are, and the attention function takes the model's own weights to read th
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
+
+from torch import Tensor
 
 from ....cache.latent import LatentHeads
-from ..architectures import INSTEAD, classes_beside
 from ..infer.model_runs import last_update
 
 
-def keep_latents(config) -> None:
-    """Let the attention of this configuration's model hand on the latents of a cache's last update; done once.
-
-    Raises: ValueError for a model that has no such attention.
-    """
-    attentions = {x for x in classes_beside(config).values() if "expand_kv" in vars(x)}
-    if not attentions:
-        raise ValueError(
-            f"{type(config).__name__} has kv_lora_rank={config.kv_lora_rank}, but its model has no attention with a "
-            f"method expand_kv: TreeCache does not know how it reads latents. {INSTEAD}"
-        )
-    for attention in attentions:
-        if not hasattr(attention.expand_kv, "__wrapped__"):
-            attention.expand_kv = _handing_on(attention.expand_kv)
-
-
-def _handing_on(expand_kv):
-    @functools.wraps(expand_kv)
-    def hand_on(module, latents, rotary_keys):
-        update = last_update.get()
-        of_cache = update is not None and update.keys is latents
-        return (latents, rotary_keys) if of_cache else expand_kv(module, latents, rotary_keys)
-
-    return hand_on
+def hand_on(expand_kv: Callable, module, latents: Tensor, rotary_keys: Tensor) -> tuple[Tensor, Tensor]:
+    """`expand_kv` of an attention, which hands on the latents of a cache's last update."""
+    update = last_update.get()
+    of_cache = update is not None and update.keys is latents
+    return (latents, rotary_keys) if of_cache else expand_kv(module, latents, rotary_keys)
 
 
 def latent_heads(module) -> LatentHeads:

@@ -1,90 +1,47 @@
-"""The recurrent layers ("mixers") of Transformers' models, made to compute over tokens that are spread over ranks.
+"""The recurrent layers ("mixers") of a model, which compute over tokens that are spread over ranks.
 
-They compute across tokens in a few functions of their modeling files: a short convolution, and a delta rule or a
-state-space model. `wrap_mixers` puts wrappers in their places, which pass calls on as they are, but inside a
-`RecurrentRun` take the adapters of recurrent.py.
-
-| function | models |
-| --- | --- |
-| `torch_chunk_gated_delta_rule` | Qwen3-Next, Qwen3.5, OLMo Hybrid |
-| `chunk_kimi_delta_attention` | Kimi Linear, Bailing |
-| `mamba2_chunk_scan` | Mamba 2, Bamba, Falcon-H1, Granite, Nemotron-H, Zamba 2 |
-| `mamba_selective_scan` | Mamba, Falcon Mamba, Jamba, Zamba |
-| `causal_conv1d_fn` | all of these, LFM2, LFM3 |
-| `ZayaCCAProjection`, a module | ZAYA |
+They compute across tokens in a few functions of their modeling files, for which the table of families has adapters.
+`wrap_mixers` puts these in their places; `MixerRuns` gives a layer the `RecurrentRun` in which they work: of the shard
+of a batch (`run_on_shards`), or of a pass over a cache (`follow_passes`).
 """
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
 
 from torch import nn
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ....comm import outside_graphs
-from .recurrent import RecurrentRun, convolution, delta_rule, mamba1, mamba2
-from .zaya import cca_projection
-
-current_run: contextvars.ContextVar[RecurrentRun | None] = contextvars.ContextVar("tree_recurrent_run", default=None)
-"""Of the mixer that runs; None: it has all tokens itself."""
-
-
-def _no_fusion(run: RecurrentRun, original: Callable, *args, **options) -> None:
-    """A whole layer in one kernel: the layer calls its parts instead."""
-
-
-ADAPTERS: dict[str, Callable] = {
-    "causal_conv1d_fn": convolution,
-    "torch_chunk_gated_delta_rule": delta_rule,
-    "chunk_kimi_delta_attention": delta_rule,
-    "mamba2_chunk_scan": mamba2,
-    "mamba_selective_scan": mamba1,
-}
-FUSED = {"mamba2_split_conv1d_scan_combined": _no_fusion, "mamba_inner_fn": _no_fusion}
-CLASSES = {"ZayaCCAProjection": cca_projection}
-"""Modules without such functions, whose forward is wrapped."""
+from ..architectures import layers_of
+from ..train.batch_shards import current_shard
+from .recurrent import RecurrentRun, current_pass, current_run, leave_unfused
+from .table import FAMILIES, patch
 
 
 def wrap_mixers(model: nn.Module) -> dict[nn.Module, frozenset[str]]:
-    """Put the wrappers in their places, for all models of the same classes in this process; a second call changes
-    nothing. Returns the model's mixers with the functions that each has to call in a run."""
+    """Put the adapters in their places, for all models of the same classes in this process; a second call changes
+    nothing. Returns the model's mixers with what each has to call in a run, by its name in the table."""
+    functions, methods = FAMILIES["recurrent"].mixer_patches, FAMILIES["zaya"].mixer_patches
+    needed = {name for name, adapter in functions.items() if adapter is not leave_unfused}
     mixers = {}
     for module in model.modules():
         cls = type(module)
-        if (name := cls.__name__) in CLASSES:
-            if not hasattr(cls.forward, "of_tree"):
-                cls.forward = _wrapper(name, CLASSES[name], cls.forward)
-            mixers[module] = frozenset([name])
+        if own := patch({cls.__name__: cls}, methods):
+            mixers[module] = frozenset(own)
             continue
         forward = inspect.unwrap(cls.forward)
         if not inspect.isfunction(forward):
             continue
         names = forward.__globals__  # of the modeling file
-        called = set(forward.__code__.co_names) & names.keys()
-        for name, adapter in (ADAPTERS | FUSED).items():
-            if name in called and not hasattr(names[name], "of_tree"):
-                names[name] = _wrapper(name, adapter, names[name])
-        if needed := called & ADAPTERS.keys():
-            mixers[module] = frozenset(needed)
+        called = functions.keys() & set(forward.__code__.co_names)
+        patch(names, {name: functions[name] for name in called})
+        if used := called & needed & names.keys():
+            mixers[module] = frozenset(used)
     return mixers
-
-
-def _wrapper(name: str, adapter: Callable, original: Callable) -> Callable:
-    @outside_graphs
-    @functools.wraps(original)
-    def call(*args, **kwargs):
-        run = current_run.get()
-        if run is None:
-            return original(*args, **kwargs)
-        run.used.append(name)
-        if run.is_whole and name not in FUSED:
-            return original(*args, **kwargs)
-        return adapter(run, original, *args, **kwargs)
-
-    call.of_tree = True
-    return call
 
 
 class MixerRuns:
@@ -126,3 +83,100 @@ def _check_used(mixer: nn.Module, needed: Collection[str], run: RecurrentRun) ->
             "file: it computes across tokens elsewhere, where a shard's tokens are all it sees. Use Transformers' own "
             "kernels for it (use_kernels=False)"
         )
+
+
+def follow_passes(model: nn.Module) -> list[int]:
+    """Make the recurrent layers of a model run in the `RecurrentPass` of the moment; a second call changes nothing.
+    Returns their numbers: those of layers whose functions can be wrapped."""
+    mixers = wrap_mixers(model)
+    if not getattr(model, "follows_passes", False):
+        model.follows_passes = True
+        MixerRuns(mixers, _begin_in_pass, _end_in_pass)
+    return sorted(mixer.layer_idx for mixer in mixers)
+
+
+def _begin_in_pass(mixer: nn.Module, args, kwargs) -> RecurrentRun | None:
+    of_pass = current_pass.get()
+    return None if of_pass is None else of_pass.begin(mixer)
+
+
+def _end_in_pass(mixer: nn.Module, *, failed: bool) -> None:
+    current_pass.get().end(mixer, failed=failed)
+
+
+def find_mixers(model) -> dict[nn.Module, frozenset[str]]:
+    """The recurrent layers of a model, with the functions that each has to call.
+
+    Raises: ValueError unless they are those of the configuration.
+    """
+    expected = {i for i, layer in enumerate(layers_of(model.config)) if layer.num_states}
+    mixers = wrap_mixers(model)
+    if expected != {mixer.layer_idx for mixer in mixers} or len(expected) != len(mixers):
+        raise ValueError(
+            f"{type(model).__name__} has layers with a recurrent state ({', '.join(map(str, sorted(expected)))}), but "
+            f"the functions that compute over tokens were found in {sorted(mixer.layer_idx for mixer in mixers)}: it "
+            "can't be trained on shards. Train it with DeepSpeed or Trainer as they are, on whole sequences (without "
+            "register_sequence_parallel)"
+        )
+    return mixers
+
+
+def run_on_shards(model, mixers: dict[nn.Module, frozenset[str]]) -> dict[str, None]:
+    """Make the recurrent layers of a model compute over shards. Returns the names under which they appear in
+    `SequenceShard.used_by`."""
+    MixerRuns(mixers, _begin_on_shard, _end_on_shard)
+    if mixers:
+        for number, layer in enumerate(model.get_decoder().layers):
+            for module in layer.modules():
+                if isinstance(module, GradientCheckpointingLayer) and not mixers.keys().isdisjoint(module.modules()):
+                    module.__class__ = _holding_shard(type(module))
+                    module.register_forward_pre_hook(outside_graphs(_pass_on), with_kwargs=True)
+                # attention layers that share their weights have no number
+                if getattr(module, "layer_idx", number) in (None, -1):
+                    module.layer_idx = number
+    return {used_by(mixer.layer_idx): None for mixer in mixers}
+
+
+def used_by(layer_idx: int) -> str:
+    """The name of a recurrent layer in `SequenceShard.used_by`."""
+    return f"recurrent layer {layer_idx}"
+
+
+def _begin_on_shard(mixer: nn.Module, args, kwargs) -> RecurrentRun | None:
+    if (shard := current_shard.get()) is None:
+        if mixer.training and not any(isinstance(x, Cache) for x in (*args, *kwargs.values())):
+            raise ValueError(
+                f"{type(mixer).__name__} (layer_idx={mixer.layer_idx}) runs again, in the backward, without its "
+                "shard: checkpoint whole decoder layers, as model.gradient_checkpointing_enable() does"
+            )
+        return None
+    layout = "zigzag" if shard.documents is None else shard.documents
+    return RecurrentRun(cp_group=shard.cp_group, layout=layout, config=shard.config)
+
+
+def _end_on_shard(mixer: nn.Module, *, failed: bool) -> None:
+    if not failed:
+        current_shard.get().used_by[used_by(mixer.layer_idx)] = None
+
+
+def _pass_on(layer: nn.Module, args, kwargs) -> tuple:
+    return args, kwargs | {"tree_shard": current_shard.get()}
+
+
+@functools.cache
+def _holding_shard(cls: type[nn.Module]) -> type[nn.Module]:
+    """A class of layers that are recomputed in the backward, when the model's run is over: `_pass_on` puts the shard
+    into their arguments.
+
+    Transformers recomputes `forward`, without hooks, of the outermost class: this one.
+    """
+
+    def forward(self, *args, **kwargs):
+        before = current_shard.get()
+        current_shard.set(kwargs.pop("tree_shard", before))
+        try:
+            return cls.forward(self, *args, **kwargs)
+        finally:
+            current_shard.set(before)
+
+    return type(cls.__name__, (cls,), {"forward": functools.wraps(cls.forward)(forward), "__module__": cls.__module__})

@@ -8,6 +8,10 @@ embedding of the block's first token. A query sees the tokens of the blocks with
 and those after its last complete block. Transformers' indexer does all of this in one function, query by query, before
 the layer's keys are in the cache. With attention "tree" another takes its place: it makes index queries and keys with
 the module's own projection, norm and rotary function, and the attention function has blocks selected.
+
+Its `ple` layers also compute across tokens in two places: embeddings of n-grams of a few token ids, and a dilated
+convolution behind them. On ranks both get the rows before each of their segments (`tree_convolution`). Their states are
+two more convolution states of the layer's cache: the last ids, and the convolution's last inputs.
 """
 
 from __future__ import annotations
@@ -23,16 +27,19 @@ from torch import Tensor, nn
 
 from ....attention.selection import Blocks, tree_select_func
 from ....cache.selected_attention import Index, Selection
-from ....comm import group_rank, group_size, outside_graphs
+from ....comm import group_rank, group_size
 from ....layout import shard_segments
-from ..architectures import INSTEAD, POOLED, classes_beside
+from ....recurrence.halo import tree_convolution
 from ..infer.model_runs import Update
-from ..train.batch_shards import SequenceShard
-from .ngrams import share_ngrams
+from ..train.batch_shards import SequenceShard, current_shard
+from .modeling import INSTEAD, modeling_file
+from .recurrent import current_pass
 from .rope import rope_rule
 
 READ = {"Qwen4ExpTextQSAIndexer": "fe449513ef900f45"}
 """By class: the digest of the source of the `forward` that is replaced."""
+CONVOLUTION, IDS = 1, 2
+"""Numbers of the states in the cache."""
 
 
 class NewIndex(NamedTuple):
@@ -94,20 +101,15 @@ def block_mask(mask: Tensor | SequenceShard | None, config) -> BlockMask:
     return BlockMask(mask, functools.cache(lambda: _class_beside(config, "RotaryEmbedding")(config)))
 
 
-def select_blocks_on_ranks(config) -> None:
-    """Let the indexers of this configuration's model select blocks on all ranks where their mask is a `BlockMask`; done
-    once.
-
-    Raises: ValueError for an indexer that computes something else, and for what its blocks can't have.
-    """
+def check_model(config) -> None:
+    """Raise ``ValueError`` for an indexer that computes something else, and for what its blocks can't have."""
     if rope_rule(config) is not None:
         raise ValueError(
             f"{type(config).__name__} has a rotary embedding that depends on a row's length; an index of blocks of "
             f"tokens keeps keys of one embedding. {INSTEAD}"
         )
-    share_ngrams(_class_beside(config, "NGramEmbedding"), _class_beside(config, "PLELayer"))
     indexer = _class_beside(config, "Indexer")
-    if hasattr(indexer.forward, "selects_on_ranks"):
+    if hasattr(indexer.forward, "of_tree"):
         return
     digest = hashlib.blake2b(inspect.getsource(indexer.forward).encode(), digest_size=8).hexdigest()
     if READ.get(indexer.__name__) != digest:
@@ -115,12 +117,11 @@ def select_blocks_on_ranks(config) -> None:
             f"{indexer.__name__} of this version of Transformers ({digest}) is not one that attn_implementation='tree' "
             f"knows ({READ.get(indexer.__name__)}): it may select other tokens. {INSTEAD}"
         )
-    indexer.forward = _selecting(indexer.forward)
 
 
 def check_pages(config, page_size: int) -> None:
     """Raise ``ValueError`` unless every block of a model with such an index lies in one page of a cache."""
-    if config.model_type in POOLED and page_size % config.indexer_compress_ratio:
+    if page_size % config.indexer_compress_ratio:
         raise ValueError(
             f"page_size={page_size}: {type(config).__name__} selects blocks of {config.indexer_compress_ratio} tokens "
             "(indexer_compress_ratio), which have to divide it"
@@ -128,24 +129,19 @@ def check_pages(config, page_size: int) -> None:
 
 
 def _class_beside(config, ending: str) -> type[nn.Module]:
-    prefix = POOLED[config.model_type]
-    found = [x for name, x in classes_beside(config).items() if name.startswith(prefix) and name.endswith(ending)]
+    names = modeling_file(config)
+    found = [x for name, x in names.items() if name.startswith("Qwen4ExpText") and name.endswith(ending)]
     if len(found) != 1:
-        raise ValueError(f"{type(config).__name__}: no single class {prefix}...{ending}. {INSTEAD}")
+        raise ValueError(f"{type(config).__name__}: no single class Qwen4ExpText...{ending}. {INSTEAD}")
     return found[0]
 
 
-def _selecting(forward):
-    @outside_graphs
-    @functools.wraps(forward)
-    def select(module, hidden_states, position_embeddings, attention_mask, past_key_values):
-        if not isinstance(attention_mask, BlockMask):
-            return forward(module, hidden_states, position_embeddings, attention_mask, past_key_values)
-        rotate, cached = forward.__globals__["apply_rotary_pos_emb"], past_key_values is not None
-        return _new_index(module, hidden_states, position_embeddings, attention_mask, rotate, cached=cached)
-
-    select.selects_on_ranks = True
-    return select
+def select(forward: Callable, module, hidden_states: Tensor, position_embeddings, attention_mask, past_key_values):
+    """`forward` of an indexer, of which another one takes the place where its mask is a `BlockMask`."""
+    if not isinstance(attention_mask, BlockMask):
+        return forward(module, hidden_states, position_embeddings, attention_mask, past_key_values)
+    rotate, cached = forward.__globals__["apply_rotary_pos_emb"], past_key_values is not None
+    return _new_index(module, hidden_states, position_embeddings, attention_mask, rotate, cached=cached)
 
 
 @torch.no_grad()
@@ -175,3 +171,51 @@ def _positions(mask: BlockMask, num_tokens: int, device) -> Tensor:
     for s in shard_segments(num_tokens * world, group_rank(where["cp_group"]), world, where["layout"]):
         positions[s.row : s.row + s.length] = torch.arange(s.pos, s.pos + s.length, device=device)
     return positions
+
+
+def _options(shard: SequenceShard | None) -> dict | None:
+    """Those of `tree_convolution` in a run whose tokens ranks share; None in others."""
+    if shard is not None:
+        layout = "zigzag" if shard.documents is None else shard.documents
+        return {"cp_group": shard.cp_group, "layout": layout, "config": shard.config}
+    of_pass = current_pass.get()
+    return of_pass.options if of_pass is not None and of_pass.is_sharded else None
+
+
+def embed_ngrams(forward: Callable, module, ids: Tensor, past_key_values) -> Tensor:
+    """`forward` of an embedding of n-grams of ids [b, s_local]. Before a sequence are ids eos, which are zeros here."""
+    if (options := _options(current_shard.get())) is None:
+        return forward(module, ids, past_key_values)
+    eos, count, cache = module.eos_token_id, module.context_len, past_key_values
+    before = None if cache is None else cache.get_conv_state(module.layer_idx, state_idx=IDS)
+    out, final = tree_convolution(
+        lambda x: forward(module, x + eos, None),
+        ids - eos,
+        count,
+        before=None if before is None else before - eos,
+        return_final=cache is not None,
+        **options,
+    )
+    if cache is not None:
+        cache.update_conv_state(final + eos, module.layer_idx, state_idx=IDS, conv_kernel_size=count)
+    return out
+
+
+def convolution(short_conv: Callable, module, x: Tensor, past_key_values) -> Tensor:
+    """The dilated convolution of x [b, s_local, c] behind n-grams."""
+    if (options := _options(current_shard.get())) is None:
+        return short_conv(module, x, past_key_values)
+    count, cache = module.short_conv_state_len, past_key_values
+    before = None if cache is None else cache.get_conv_state(module.layer_idx, state_idx=CONVOLUTION)
+    out, final = tree_convolution(
+        lambda x: short_conv(module, x, None),
+        x,
+        count,
+        before=None if before is None else before.transpose(1, 2),
+        return_final=cache is not None,
+        **options,
+    )
+    if cache is not None:
+        last = final.transpose(1, 2)
+        cache.update_conv_state(last, module.layer_idx, state_idx=CONVOLUTION, conv_kernel_size=count)
+    return out

@@ -1,4 +1,10 @@
-"""The functions of Transformers' recurrent layers over tokens that are spread over ranks.
+"""Transformers' recurrent layers over tokens that are spread over ranks.
+
+A layer computes in a `RecurrentRun` (mixers.py) over a shard of a batch, or in a `RecurrentPass` over a `TreeCache`:
+
+- In a sharded prefill a rank's recurrent layers run its own tokens, from the row's states before the chunk to those
+  after it, which are on every rank again.
+- Layers whose scan takes no state (Jamba, Zamba) go on from one in the same way when a rank runs all tokens.
 
 Each adapter takes the place of a function of a modeling file and has its arguments. It calls that function, whatever
 kernel it is, for each segment of this rank's tokens, through `tree_halo` and `tree_recurrence` (docs/recurrent.md).
@@ -6,12 +12,16 @@ kernel it is, for each segment of this rank's tokens, through `tree_halo` and `t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.cache_utils import LinearAttentionLayer
 from transformers.utils.import_utils import is_flash_linear_attention_available, is_mamba_2_ssm_available
 
 from ....comm import group_rank, group_size
@@ -53,6 +63,115 @@ class RecurrentRun:
         """Those of this rank's num_rows rows."""
         world = group_size(self.cp_group)
         return shard_segments(num_rows * world, group_rank(self.cp_group), world, self.layout)
+
+
+current_run: contextvars.ContextVar[RecurrentRun | None] = contextvars.ContextVar("tree_recurrent_run", default=None)
+"""Of the layer that runs; None: it has all tokens itself."""
+
+
+def in_runs(adapters: Mapping[str, Callable]) -> dict[str, Callable]:
+    """Adapters for the table of families, by what they replace: outside of a `RecurrentRun`, and where a rank has the
+    whole sequence, the originals are called as they are; otherwise adapter(run, original, ...)."""
+    return {name: functools.partial(_call_in_run, name, adapter) for name, adapter in adapters.items()}
+
+
+def _call_in_run(name: str, adapter: Callable, original: Callable, *args, **kwargs):
+    if (run := current_run.get()) is None:
+        return original(*args, **kwargs)
+    run.used.append(name)
+    return original(*args, **kwargs) if run.is_whole else adapter(run, original, *args, **kwargs)
+
+
+def leave_unfused(original: Callable, *args, **kwargs):
+    """Of a kernel that is a whole layer: in a run it returns nothing, and the layer calls its parts instead."""
+    return original(*args, **kwargs) if current_run.get() is None else None
+
+
+class RecurrentLayer(LinearAttentionLayer):
+    """Of a `TreeCache`, for a recurrent layer: it has the states of one run of the model at a time, see `ModelRuns`.
+
+    Attributes:
+        run: of the layer over this rank's tokens of a prompt; None: it runs all tokens.
+    """
+
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, layer_idx: int, num_states: int):
+        super().__init__(num_states)
+        self.layer_idx = layer_idx
+        self.run: RecurrentRun | None = None
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs) -> Tensor:
+        """Take new inputs [b, c, n]; returns them, with those before them unless the run puts them there."""
+        if self.run is None:
+            return super().update_conv_state(conv_states, state_idx, **kwargs)
+        self.run.conv_state, self.run.num_final_rows = self.conv_states[state_idx], kwargs["conv_kernel_size"]
+        return conv_states
+
+    def finish(self) -> None:
+        """The run over this rank's tokens is over: the convolution's state is what all ranks' tokens leave behind."""
+        run, self.run = self.run, None
+        super().update_conv_state(run.final_conv_state, conv_kernel_size=run.num_final_rows)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The states [b, ...] by a name that tells layer, kind and number."""
+        states = {f"{self.layer_idx}.conv.{i}": x for i, x in self.conv_states.items()}
+        states |= {f"{self.layer_idx}.recurrent.{i}": x for i, x in self.recurrent_states.items()}
+        return {name: x for name, x in states.items() if x is not None}
+
+    def replace(self, tensors: dict[str, Tensor]) -> None:
+        """Take these states, which models change in place; none: those of rows without tokens."""
+        for i in range(self.number_of_states):
+            conv = tensors.get(f"{self.layer_idx}.conv.{i}")
+            recurrent = tensors.get(f"{self.layer_idx}.recurrent.{i}")
+            self.conv_states[i], self.recurrent_states[i] = conv, recurrent
+            self.is_conv_states_initialized[i] = self.has_previous_state[i] = conv is not None
+            self.is_recurrent_states_initialized[i] = recurrent is not None
+            self.conv_kernel_size[i] = None if conv is None else conv.shape[-1]
+
+
+class RecurrentPass:
+    """One pass in which all recurrent layers run in a `RecurrentRun`.
+
+    Args:
+        layers: by their number. cp_group, layout: the ranks that share the tokens, and how; None, "contiguous": this
+            rank has all of them.
+    """
+
+    def __init__(
+        self, layers: Mapping[int, RecurrentLayer], *, cp_group, layout: Layout, config: TreeConfig | None = None
+    ):
+        self._layers, self.options = layers, {"cp_group": cp_group, "layout": layout, "config": config}
+        self.is_sharded = not isinstance(layout, str)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Context of the model's run."""
+        before = current_pass.set(self)
+        try:
+            yield
+        finally:
+            current_pass.reset(before)
+
+    def begin(self, mixer: nn.Module) -> RecurrentRun:
+        """A layer begins."""
+        layer = self._layers[mixer.layer_idx]
+        run = RecurrentRun(**self.options, recurrent_state=layer.recurrent_states[0])
+        layer.run = run if self.is_sharded else None
+        return run
+
+    def end(self, mixer: nn.Module, *, failed: bool) -> None:
+        """A layer is over."""
+        layer = self._layers[mixer.layer_idx]
+        if failed:
+            layer.run = None
+        elif layer.run is not None:
+            layer.finish()
+
+
+current_pass: contextvars.ContextVar[RecurrentPass | None] = contextvars.ContextVar("tree_recurrent_pass", default=None)
 
 
 def _check_packing(options: dict) -> None:

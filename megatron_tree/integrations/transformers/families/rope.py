@@ -1,7 +1,7 @@
 """Rotary embeddings that depend on a sequence's length: "longrope" and "dynamic" NTK.
 
 Transformers chooses their frequencies from the largest position of a call. But a call of ours runs a chunk of a prompt,
-one rank's tokens of it, or rows of many lengths, so `follow_whole_rows` makes every token's frequencies those of its
+one rank's tokens of it, or rows of many lengths, so `rotate` makes every token's frequencies those of its
 whole row. Rows don't change each other, whereas in a plain Transformers batch the longest row decides for all.
 
 - longrope switches from one set of frequencies to another when a row grows beyond a length. Keys in the cache were made
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -106,20 +107,18 @@ def num_positions(config) -> int | None:
     return int(limit * min(factors)) if limit is not None and factors else limit
 
 
-def follow_whole_rows(model) -> None:
-    """Make the rotary embeddings of a model with attention "tree" depend on whole rows; no effect on others."""
-    for module in model.modules():
-        types = getattr(module, "rope_type", None)
-        types = types.values() if isinstance(types, dict) else [types]
-        follows = any(kind == "longrope" or "dynamic" in (kind or "") for kind in types)
-        if follows and not isinstance(module.forward, functools.partial):
-            module.forward = functools.partial(_rotate, module, module.forward)
+def rotate(forward: Callable, module, *args, **kwargs):
+    """`forward` of a rotary embedding, whose frequencies are those of whole rows where the attention is "tree"."""
+    types = getattr(module, "rope_type", None)
+    types = types.values() if isinstance(types, dict) else [types]
+    follows = any(kind == "longrope" or "dynamic" in (kind or "") for kind in types)
+    if not follows or module.config._attn_implementation != "tree":
+        return forward(module, *args, **kwargs)
+    return _of_whole_rows(functools.partial(forward, module), module, *args, **kwargs)
 
 
-def _rotate(module, plain, x: Tensor, position_ids: Tensor, *args, **kwargs):
+def _of_whole_rows(plain: Callable, module, x: Tensor, position_ids: Tensor, *args, **kwargs):
     """What `plain` returns for every token if its row is alone and run at once."""
-    if module.config._attn_implementation != "tree":
-        return plain(x, position_ids, *args, **kwargs)
     if position_ids.dim() != 2:
         raise ValueError(
             f"{type(module).__name__}: position_ids {list(position_ids.shape)} must be [batch, tokens] for a rotary "

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 
 from transformers import PreTrainedConfig
 
@@ -19,21 +19,91 @@ from ....cache.gathered import Piece
 from ....cache.rows import Row
 from ....comm import begin_step, group_rank, group_size, outside_graphs, process_group, shared_checks
 from ....config import DECODE_SCHEDULES, TreeConfig, check_choice
-from ..architectures import check_cached, layers_of
-from ..families.indexed import index_on_ranks
-from ..families.latent import keep_latents
+from ..architectures import LayerKind, check_cached, layers_of
 from ..families.pooled import check_pages
+from ..families.recurrent import RecurrentLayer
 from ..families.rope import rope_rule
-from .layers import RecurrentLayer, Slots, cache_layer
+from ..families.table import families_of, patch_model
 from .model_generate import prepare_generate
-from .model_runs import NOT_CONTINUED, ModelRuns, Update, current_run, forget_notes, last_update
+from .model_runs import ModelRuns, Update, current_run, forget_notes, last_update
+
+
+class Slots(dict):
+    """Numbers in the cache by number of an attention layer in the model; another layer is a ``ValueError``."""
+
+    def __missing__(self, layer_idx):
+        raise ValueError(
+            f"layer {layer_idx} has no place in this TreeCache, which was made for a model with attention in layers "
+            f"{list(self)}: make it with TreeCache(model.config, ...) of the model that runs"
+        )
+
+
+class OwnPositions:
+    """What models with an index of blocks keep of all tokens' positions in a cache: nothing here, where a token's
+    position is its number in the row."""
+
+    def __get__(self, layer, owner) -> None:
+        return None
+
+    def __set__(self, layer, position_ids: Tensor) -> None:
+        """Of new tokens, int64 [3, b, n]: time, height and width. Raises: ValueError where they are not the same."""
+        if position_ids.stride(0) and not (position_ids == position_ids[0]).all():
+            raise ValueError(
+                "positions of images in a model with an index of blocks of tokens: a TreeCache takes text only. Use "
+                "attn_implementation='sdpa', and the model's own cache"
+            )
+
+
+class TreeCacheLayer(CacheLayerMixin):
+    """Of a layer with attention. Rows are the same in all layers."""
+
+    is_croppable = True
+    supports_early_init = False
+    indexer_position_ids = OwnPositions()
+
+    def __init__(self, cache, layer_idx: int):
+        super().__init__()
+        self._cache, self._layer_idx = cache, layer_idx
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        pass
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        return self._cache.update(key_states, value_states, self._layer_idx)
+
+    def get_seq_length(self) -> int:
+        return self._cache.get_seq_length(self._layer_idx)
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.get_seq_length() + query_length, 0
+
+
+class TreeHybridLayer(RecurrentLayer, TreeCacheLayer):
+    """Of a layer with attention beside a recurrent layer."""
+
+    def __init__(self, cache, layer_idx: int, num_states: int):
+        TreeCacheLayer.__init__(self, cache, layer_idx)
+        RecurrentLayer.__init__(self, layer_idx, num_states)
+
+
+def cache_layer(cache, layer_idx: int, kind: LayerKind) -> TreeCacheLayer | RecurrentLayer | DummyLayer:
+    """The view of one layer."""
+    if not kind.num_states:
+        return TreeCacheLayer(cache, layer_idx) if kind.attends else DummyLayer()
+    if kind.attends:
+        return TreeHybridLayer(cache, layer_idx, kind.num_states)
+    return RecurrentLayer(layer_idx, kind.num_states)
 
 
 class TreeCache(Cache):
     """A KV cache for ``attn_implementation="tree"``: every rank of a group holds part of the tokens of every layer.
 
     It holds any number of rows (sequences) of any lengths, in pages; layers with a sliding window keep the window only.
-    States of recurrent layers are on every rank (runs.py), or those of its heads where weights are split.
+    States of recurrent layers are on every rank (model_runs.py), or those of its heads where weights are split.
     Transformers' own `generate` uses it as one batch of rows of equal length (including padding); `Runner` adds,
     runs and removes rows one by one.
 
@@ -75,18 +145,18 @@ class TreeCache(Cache):
         attending = [i for i, kind in enumerate(kinds) if kind.attends]
         self.slot_of = Slots((layer_idx, slot) for slot, layer_idx in enumerate(attending))
         """By number of an attention layer in the model: its number in `store`."""
-        self.selects_keys = any(kind.indexed for kind in kinds)
         self.cp_group, self.schedule, self.tree_config = cp_group, schedule, tree_config
         self.head_shares = head_shares
         self._has_all_heads = head_shares is None or sum(head_shares) == text.num_attention_heads
         everyone = None if self._has_all_heads else weights_group
         self._of_files = {"cp_group": cp_group, "weights_group": everyone, "state_pieces": state_pieces}
         self.rank, self.world = group_rank(cp_group), group_size(cp_group)
-        self.latent = getattr(text.per_layer_config[0], "kv_lora_rank", None) is not None
-        if self.latent:
-            keep_latents(text)
-        index_on_ranks(config)
-        check_pages(text, page_size)
+        self.families = families_of(config)
+        """Of the model, by name."""
+        self.latent = "latent" in self.families
+        patch_model(config, cached=True)
+        if "pooled" in self.families:
+            check_pages(text, page_size)
         options = {"page_size": page_size, "dtype": dtype, "latent": self.latent}
         self.windows = {layer_idx: kinds[layer_idx].window for layer_idx in attending}
         """By number of an attention layer in the model: how many of the last tokens the cache keeps; None = all."""
@@ -103,7 +173,7 @@ class TreeCache(Cache):
         prepare_generate(config)
         layers = [cache_layer(self, i, kind) for i, kind in enumerate(kinds)]
         recurrent = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
-        self.runs = ModelRuns(len(attending), recurrent, continues=text.model_type not in NOT_CONTINUED)
+        self.runs = ModelRuns(len(attending), recurrent, continues="scan from zeros" not in self.families)
         super().__init__(layers=layers)
 
     @property

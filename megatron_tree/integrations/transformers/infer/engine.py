@@ -3,7 +3,7 @@
     engine = share_model(model)                         # on every rank
     result = generate(engine, input_ids, max_new_tokens=64, eos_token_id=tokenizer.eos_token_id)
 
-With weights="sharded" all ranks share weights and cache (split_rules.py). DeepSpeed's tensor parallelism beside
+With weights="sharded" all ranks share weights and cache (weight_layout.py). DeepSpeed's tensor parallelism beside
 sequence ranks is in integrations/deepspeed/inference.py, whose engine has the same methods.
 """
 
@@ -23,15 +23,13 @@ from ....cache.graph import check_cuda_graphs
 from ....comm import Ranks, group_rank, group_size
 from ....config import QUERIES, WEIGHTS, TreeConfig, check_choice, default_config
 from ..attention import TreeCache, check_model
-from ..families.image_prompts import set_text_attention
+from ..families.images import set_text_attention
 from ..models import load_model
 from .generation import Generation
 from .generation import generate as generate_with_model
-from .layout_choice import choose_layout
 from .runner import CHUNK_SIZE, Runner
-from .split_model import connect, split_model
-from .split_rules import plan_layout
-from .weight_files import empty_model, read_pieces
+from .split_model import connect, empty_model, read_pieces, split_model
+from .weight_layout import choose_layout, plan_layout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ....comm import Ranks
 from ....config import default_config
-from ..architectures import model_class
-from ..families.rope import follow_whole_rows
+from ..families.modeling import model_class, replace
 
 RUN_BESIDE = {"guidance_scale": (None, 1), "assistant_early_exit": (None,), "use_mtp": (None, False)}
 """Options with which `generate` runs the model over another cache, too, and their values that don't."""
@@ -23,59 +22,48 @@ RUN_BESIDE = {"guidance_scale": (None, 1), "assistant_early_exit": (None,), "use
 
 def prepare_generate(config) -> None:
     """Make `generate` of a configuration's model do this. No effect on other models and caches."""
-    model = model_class(config)
-    if model is not None and not hasattr(model.prepare_inputs_for_generation, "without_tree_cache"):
-        model.prepare_inputs_for_generation = _prepare_with(model.prepare_inputs_for_generation)
-        model._prepare_cache_for_generation = _cache_with(model._prepare_cache_for_generation)
+    if (model := model_class(config)) is not None:
+        replace(model, "prepare_inputs_for_generation", _prepare_inputs)  # Transformers reads the signature
+        replace(model, "_prepare_cache_for_generation", _prepare_cache)
 
 
-def _cache_with(plain):
-    @functools.wraps(plain)
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        if hasattr(model_kwargs.get("past_key_values"), "cp_group"):
-            for option, allowed in RUN_BESIDE.items():
-                if (value := getattr(generation_config, option, None)) not in allowed:
-                    raise ValueError(
-                        f"{option}={value!r}: generate would run the model over a second cache, which is no TreeCache. "
-                        f"Leave {option} out, or use attn_implementation='sdpa' and Transformers' own cache"
-                    )
-            generation_config.use_cache = True  # else every step would run all tokens again over those in the cache
-        return plain(self, generation_config, model_kwargs, *args, **kwargs)
-
-    return _prepare_cache_for_generation
+def _prepare_cache(plain, model, generation_config, model_kwargs, *args, **kwargs):
+    if hasattr(model_kwargs.get("past_key_values"), "cp_group"):
+        for option, allowed in RUN_BESIDE.items():
+            if (value := getattr(generation_config, option, None)) not in allowed:
+                raise ValueError(
+                    f"{option}={value!r}: generate would run the model over a second cache, which is no TreeCache. "
+                    f"Leave {option} out, or use attn_implementation='sdpa' and Transformers' own cache"
+                )
+        generation_config.use_cache = True  # else every step would run all tokens again over those in the cache
+    return plain(model, generation_config, model_kwargs, *args, **kwargs)
 
 
-def _prepare_with(plain):
-    @functools.wraps(plain)  # Transformers reads the signature
-    def prepare_inputs_for_generation(self, input_ids, *args, past_key_values=None, **kwargs):
-        if not hasattr(past_key_values, "cp_group"):
-            return plain(self, input_ids, *args, past_key_values=past_key_values, **kwargs)
-        cache, mask = past_key_values, kwargs.get("attention_mask")
-        _compare_tokens(cache, input_ids)
-        if (rule := cache.rope) is None:
-            return plain(self, input_ids, *args, past_key_values=cache, **kwargs)
-        if rule.switches and kwargs.get("inputs_embeds") is not None:
-            raise ValueError(
-                "inputs_embeds with a TreeCache: this model (rope_type='longrope') may have to run its tokens again, "
-                "pass input_ids"
-            )
-        follow_whole_rows(self)
-        slots = input_ids.shape[1]
-        lengths = [slots] * input_ids.shape[0] if mask is None else mask.sum(1).tolist()
-        kinds = [rule.kind(length) for length in lengths]
-        if kinds != cache.rope_kinds and cache.get_seq_length():
-            cache.reset()
-        if not cache.get_seq_length():
-            past_key_values, kwargs["next_sequence_length"] = None, None
-        inputs = plain(self, input_ids, *args, past_key_values=past_key_values, **kwargs)
-        if inputs.get("past_key_values") is None:
-            cache.reset()
-            inputs["past_key_values"] = cache
-        cache.rope_kinds, cache.rope_slots = kinds, slots
-        return inputs
-
-    prepare_inputs_for_generation.without_tree_cache = plain
-    return prepare_inputs_for_generation
+def _prepare_inputs(plain, model, input_ids, *args, past_key_values=None, **kwargs):
+    plain, cache, mask = functools.partial(plain, model), past_key_values, kwargs.get("attention_mask")
+    if not hasattr(cache, "cp_group"):
+        return plain(input_ids, *args, past_key_values=cache, **kwargs)
+    _compare_tokens(cache, input_ids)
+    if (rule := cache.rope) is None:
+        return plain(input_ids, *args, past_key_values=cache, **kwargs)
+    if rule.switches and kwargs.get("inputs_embeds") is not None:
+        raise ValueError(
+            "inputs_embeds with a TreeCache: this model (rope_type='longrope') may have to run its tokens again, "
+            "pass input_ids"
+        )
+    slots = input_ids.shape[1]
+    lengths = [slots] * input_ids.shape[0] if mask is None else mask.sum(1).tolist()
+    kinds = [rule.kind(length) for length in lengths]
+    if kinds != cache.rope_kinds and cache.get_seq_length():
+        cache.reset()
+    if not cache.get_seq_length():
+        past_key_values, kwargs["next_sequence_length"] = None, None
+    inputs = plain(input_ids, *args, past_key_values=past_key_values, **kwargs)
+    if inputs.get("past_key_values") is None:
+        cache.reset()
+        inputs["past_key_values"] = cache
+    cache.rope_kinds, cache.rope_slots = kinds, slots
+    return inputs
 
 
 def _compare_tokens(cache, input_ids: Tensor) -> None:

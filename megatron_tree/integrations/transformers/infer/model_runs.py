@@ -21,10 +21,7 @@ from ....cache.forward import ForwardPass
 from ....cache.rows import Row
 from ....cache.states import join_states, split_states
 from ....config import TreeConfig
-from ..families.recurrent_prefill import RecurrentPass, current_pass, follow_passes
-from .layers import RecurrentLayer
-
-NOT_CONTINUED = ("jamba", "zamba")  # their scan of several tokens begins with a state of zeros, whatever the cache has
+from ..families.recurrent import RecurrentLayer, RecurrentPass, current_pass
 
 
 class Update(NamedTuple):
@@ -73,10 +70,10 @@ class ModelRuns:
         self.is_open = self.is_begun = False
         self.can_share = not layers
 
-    def follow(self, model) -> None:
-        """Make a model's recurrent layers run as `of_recurrent` says, if all are layers whose functions are known."""
-        if self._layers:
-            self.can_share = follow_passes(model) == sorted(self._layers)
+    def share(self, layers: Sequence[int]) -> None:
+        """A model's layers of these numbers follow the `RecurrentPass` of `of_recurrent`: those that have functions
+        that are known. If these are all, a rank can run its own tokens."""
+        self.can_share = sorted(layers) == sorted(self._layers)
 
     @property
     def has_states(self) -> bool:

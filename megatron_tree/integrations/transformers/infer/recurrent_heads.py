@@ -168,7 +168,7 @@ def rule_of(module: nn.Module) -> Rule | None:
     return _MAMBA1 if hasattr(module, "x_proj") else None
 
 
-class HeadShare:
+class RecurrentHeads:
     """The heads of a recurrent layer that one rank holds.
 
     Raises: ValueError for more ranks than value heads, and for key heads that do not divide them.

@@ -26,11 +26,10 @@ from ....arguments import checked
 from ....cache.runner import CHUNK_SIZE, RowRunner
 from ....comm import in_step
 from ....generation.images import bytes_of
-from ..architectures import CHUNKED, POOLED
 from ..attention import TreeCache, check_model
-from ..families.image_blocks import WITH_BLOCKS
-from ..families.image_prompts import EmbeddedPrompt, embed_prompt, image_tokens, text_part_of
-from ..families.rope import RowNote, follow_whole_rows, num_positions, rows_of
+from ..families.images import EmbeddedPrompt, embed_prompt, image_tokens, text_part_of
+from ..families.mixers import follow_passes
+from ..families.rope import RowNote, num_positions, rows_of
 
 __all__ = ["CHUNK_SIZE", "Runner"]
 
@@ -77,8 +76,8 @@ class Runner(RowRunner):
         )
         self.image_tokens = image_tokens(model.config)
         self._embedded: EmbeddedPrompt | None = None  # of the row that is prefilled
-        follow_whole_rows(model)
-        cache.runs.follow(model)
+        if self.has_states:
+            cache.runs.share(follow_passes(model))
 
     @property
     def has_states(self) -> bool:
@@ -86,19 +85,11 @@ class Runner(RowRunner):
 
     @property
     def joins_images(self) -> bool:
-        return self.model.config.get_text_config(decoder=True).model_type in WITH_BLOCKS
+        return "joined images" in self.cache.families
 
     @property
     def depends_on_host(self) -> str | None:
-        if self.has_states:
-            return "recurrent layers have states of their own for every run"
-        if self.cache.rope is not None:
-            return "the model's rotary embedding depends on the rows' lengths"
-        if self.cache.selects_keys:
-            return "layers with an index select keys, whose number on a rank depends on their scores"
-        if self.model.config.get_text_config(decoder=True).model_type in CHUNKED:
-            return "layers whose queries see their chunk only depend on the rows' lengths"
-        return None
+        return next((family.not_captured for family in self.cache.families.values() if family.not_captured), None)
 
     @torch.no_grad()
     def embed(self, tokens: Tensor, inputs: Mapping[str, Tensor]) -> EmbeddedPrompt:
@@ -137,8 +128,7 @@ class Runner(RowRunner):
             return "a rotary embedding that depends on lengths"
         if self.joins_images and self.head_shares is not None:
             return "weights='sharded', where their tokens see each other"
-        model_type = self.model.config.get_text_config(decoder=True).model_type
-        return "n-grams of tokens and blocks of keys (Qwen4-Exp)" if model_type in POOLED else None
+        return "n-grams of tokens and blocks of keys (Qwen4-Exp)" if "pooled" in self.cache.families else None
 
     def prefill(self, row: int, tokens: Tensor, *, embedded: EmbeddedPrompt | None = None, **options) -> Tensor:
         """As `RowRunner.prefill`. embedded: of the row's text, where there are images in these tokens; chunks end
@@ -161,7 +151,7 @@ class Runner(RowRunner):
 
     @property
     def shares_prompts(self) -> bool:
-        """As of any runner, but not with recurrent layers whose functions are unknown (mixers.py)."""
+        """As of any runner, but not with recurrent layers whose functions are unknown (families/mixers.py)."""
         return super().shares_prompts and self.cache.runs.can_share
 
     def most_at_once(self, length: int) -> int | None:

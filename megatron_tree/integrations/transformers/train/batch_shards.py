@@ -18,9 +18,8 @@ from ....attention.sequences import dispatch_documents, dispatch_prefix_tree, sh
 from ....comm import group_rank, group_size, process_group
 from ....config import TreeConfig
 from ....layout import Dispatched, PrefixTree, document_positions, documents_over
-from .prefix_trees import with_tokens
-from .token_tiles import IGNORED
 
+IGNORED = -100  # Transformers' label of a token that has no loss
 BATCH_KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
 TYPES = ("mm_token_type_ids", "token_type_ids")  # of tokens: 0 text, 1 image
 OF_IMAGES = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "spatial_shapes")
@@ -84,7 +83,7 @@ class SequenceShard:
         self.whole_shape, self.row_lengths, self.whole = whole_shape, row_lengths, whole
         self.image_blocks, self.prefix_tree, self.weights = image_blocks, prefix_tree, weights
         self.token_values: Callable[[Tensor, Tensor], Tensor] | None = None
-        """What the loss function makes of logits and labels instead of the mean (log_probs.py)."""
+        """What the loss function makes of logits and labels instead of the mean (loss.py)."""
         self.used_by: dict = {}
         """Windows of the layers that the model's last run has given this shard, by number; and "loss"."""
 
@@ -190,6 +189,20 @@ def shard_batch(
         **options,
     )
     return _with_shard(shard, about)
+
+
+def with_tokens(batch: dict) -> dict:
+    """A batch with its prefix tree's tokens, if it has one.
+
+    Raises: ValueError for anything beside the tree, and another object than a `PrefixTree`.
+    """
+    if (tree := batch.get("prefix_tree")) is None:
+        return batch
+    if others := sorted(set(batch) - {"prefix_tree"}):
+        raise ValueError(f"batch has {others} beside prefix_tree, which has tokens and labels: leave them out")
+    if not isinstance(tree, PrefixTree):
+        raise ValueError(f"batch['prefix_tree'] is a {type(tree).__name__}: it must be what prefix_tree(rows) returned")
+    return {"prefix_tree": tree} | {name: getattr(tree, name) for name in ("input_ids", "position_ids", "labels")}
 
 
 def _with_shard(shard: dict[str, Tensor], about: SequenceShard) -> dict:

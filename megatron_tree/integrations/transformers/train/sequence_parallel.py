@@ -28,9 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ....arguments import checked
 from ....comm import Ranks, group_size, outside_graphs, shared_checks
 from ....config import TreeConfig, default_config
-from .batch_shards import shard_batch
-from .prefix_trees import with_tokens
-from .token_tiles import IGNORED
+from .batch_shards import IGNORED, shard_batch, with_tokens
 from .train_on_shards import train_on_shards
 
 

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ....log import warn_once
-from ..infer.split_rules import MLPS, PROJECTIONS
+from ..families.modeling import MLPS, PROJECTIONS
 
-IGNORED = -100  # Transformers' label of a token that has no loss
 ELEMENTS = 2**26  # of the fp32 logits of a tile (256 MiB), if the number of tokens is not given
 KNOWN = ("dtype", "shape", "ndim", "dim", "size", "numel", "is_floating_point")  # of logits that are not computed
 

@@ -26,16 +26,16 @@ from transformers import PreTrainedModel
 
 from ....attention.functional import tree_attn_func, tree_attn_varlen_func
 from ....comm import forward_in_step, outside_graphs
-from ..architectures import CHUNKED, attention_windows
+from ....layout import PrefixTree
+from ..architectures import attention_windows
 from ..families.chunked import chunk_size, has_temperature, layout_in_chunks, with_temperature
-from ..families.image_training import attend_to_images, share_images, with_image_positions
-from ..families.indexed import index_on_ranks
-from ..families.recurrent_training import find_mixers, run_on_shards
-from ..families.rope import follow_whole_rows, row_lengths
+from ..families.images import attend_to_images, with_image_positions
+from ..families.mixers import find_mixers, run_on_shards
+from ..families.rope import rope_rule, row_lengths
+from ..families.table import families_of, patch_model
 from ..infer.cache import TreeCache
 from .batch_shards import SequenceShard, current_shard
 from .loss import check_loss, loss_over_all_ranks
-from .prefix_trees import check_takes_tree
 from .random_numbers import draw_by_rank
 from .token_tiles import DeferredLogits, tile_loss, tile_mlps
 
@@ -102,7 +102,7 @@ def train_on_shards(
         )
     windows, mixers = attention_windows(model.config), find_mixers(model)
     text = model.config.get_text_config(decoder=True)
-    if text.model_type in CHUNKED and text.attention_dropout:
+    if "chunked" in families_of(text) and text.attention_dropout:
         raise ValueError(
             f"attention_dropout={text.attention_dropout}: in chunked layers, rows of a batch would share masks; set it "
             "to 0"
@@ -119,15 +119,13 @@ def train_on_shards(
     if getattr(model, "trains_on_shards", False):
         return []
     tiled, mlps = tile_loss(model, loss_tile), tile_mlps(model, mlp_tile)
-    share_images(model)
     model.loss_on_shards = functools.partial(loss_over_all_ranks, plain_loss=model.loss_function)
     model.loss_function = model.loss_on_shards
     model.trains_on_shards, model.tiled_loss = windows | run_on_shards(model, mixers), tiled
     for module in model.modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
             module.register_forward_pre_hook(_count_from_padding, with_kwargs=True)
-    follow_whole_rows(model)
-    index_on_ranks(model.config)
+    patch_model(model.config)
     forward_in_step(model, _groups_of, _is_over)
     model.register_forward_pre_hook(outside_graphs(_begin_call), with_kwargs=True)
     model.register_forward_hook(outside_graphs(_check_use), with_kwargs=True)
@@ -156,7 +154,7 @@ def _begin_call(model, args, kwargs) -> tuple | None:
     check_loss(model, model.loss_on_shards, kwargs.get("output_router_logits"))
     _check_is_whole(model, shard, args, kwargs)
     if shard.prefix_tree is not None:
-        check_takes_tree(model, shard.prefix_tree)
+        _check_takes_tree(model, shard.prefix_tree)
     kwargs = with_image_positions(model, kwargs)
     shard.used_by.clear()
     current_shard.set(shard)
@@ -164,6 +162,24 @@ def _begin_call(model, args, kwargs) -> tuple | None:
     if model.tiled_loss is not None and kwargs.get("labels") is not None:
         model.tiled_loss.begin(kwargs["labels"].numel(), getattr(shard.token_values, "tile", None))
     return args, kwargs
+
+
+def _check_takes_tree(model, tree: PrefixTree) -> None:
+    """Raise ``ValueError`` for a model that can't compute rows that share tokens as one packed row."""
+    text, reason = model.config.get_text_config(decoder=True), None
+    dropout = getattr(text, "attention_dropout", 0.0) or getattr(text, "attn_pdrop", 0.0)
+    lengths, rule = (tree.row_index >= 0).sum(1), rope_rule(text)
+    if refused := [family.not_in_trees for family in families_of(model.config).values() if family.not_in_trees]:
+        reason = refused[0]
+    elif dropout and model.training:
+        reason = f"attention dropout={dropout}, for which ranges have no mask (set it to 0)"
+    elif rule is not None and len(rule.representatives(lengths).unique()) > 1:
+        reason = f"a rotary embedding that differs for rows of {int(lengths.min())} and {int(lengths.max())} tokens"
+    if reason:
+        raise ValueError(
+            f"{type(model).__name__} has {reason}: it takes no prefix_tree. Pass the rows one by one (input_ids), or "
+            "packed one after another (position_ids that start again)"
+        )
 
 
 def _check_is_whole(model, shard: SequenceShard, args: tuple, kwargs: dict) -> None:

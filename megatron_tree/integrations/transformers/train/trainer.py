@@ -38,10 +38,9 @@ from .accelerated import (
     read_parallelism,
     repeats_only,
 )
-from .log_probs import LogProbs, gather_tokens, token_log_probs
-from .prefix_trees import with_tokens
+from .batch_shards import IGNORED, with_tokens
+from .loss import LogProbs, gather_tokens, token_log_probs
 from .sequence_parallel import register_sequence_parallel
-from .token_tiles import IGNORED
 
 if os.environ.get("DS_ACCELERATOR") == "cpu":  # before TrainingArguments start DeepSpeed's communication
     from ...deepspeed.inference import skip_shared_memory_op

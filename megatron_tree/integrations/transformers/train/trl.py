@@ -26,10 +26,10 @@ from ....comm import Ranks, outside_graphs
 from ....comm.wire import share
 from ..infer.cache import TreeCache
 from .accelerated import gathers_once
-from .log_probs import TokenValues, asking, gather_tokens
+from .batch_shards import IGNORED
+from .loss import TokenValues, asking, gather_tokens
 from .random_numbers import share_random_numbers
 from .sequence_parallel import SequenceParallel
-from .token_tiles import IGNORED
 from .train_on_shards import train_on_shards
 
 TRAINERS = {  # and the values of tokens that their losses and metrics read
