@@ -190,8 +190,8 @@ def _split(
     if split_latents is not None and not layout.latents:
         raise _for_latents(model, split_latents, "sharded")
     set_text_attention(model, "tree")
-    ranks, left_open = Ranks.of(everyone, device, tree), {"queries": queries, "split_latents": split_latents}
-    layout = choose_layout(layout, model, everyone, device=device, dtype=dtype, config=ranks.config, **left_open)
+    ranks = Ranks.of(everyone, device, tree)
+    layout = choose_layout(layout, ranks, queries=queries, split_latents=split_latents, dtype=dtype)
     sp_group = ranks.neighbours(layout.heads.size)
     if folder is None:
         split_model(model, layout, ranks)
