@@ -230,3 +230,11 @@ def test_another_formula_is_refused(monkeypatch):
     monkeypatch.setattr(modeling, "F", SimpleNamespace(**vars(modeling.F) | {"relu": torch.abs}))
     with pytest.raises(ValueError, match=r"DeepseekV32Indexer \(layer_idx=0\) scores keys in another way .*abs after"):
         model(**tree_hf.shard_batch({"input_ids": ids, "labels": ids}, cp_group=None))
+
+
+def test_a_model_without_what_its_family_replaces_is_refused(monkeypatch):
+    from transformers.models.deepseek_v32 import modeling_deepseek_v32 as modeling
+
+    monkeypatch.delattr(modeling.DeepseekV32Indexer, "forward")
+    with pytest.raises(ValueError, match=r"its model has no \*Indexer\.forward, which all .* \(indexed\) have"):
+        tree_hf.train_on_shards(random_model("deepseek_v32"))

@@ -10,6 +10,8 @@ Importing it registers ``attn_implementation="tree"``:
 
 `Runner` runs rows of such a cache, `generate` generates. `register_sequence_parallel` trains on sharded sequences, by
 `train_on_shards` and `shard_batch`; `token_log_probs` and `gather_tokens` are for losses other than the cross entropy.
+
+attention.py is what every model calls. families/table.py lists the models that do more, and what is replaced in them.
 """
 
 from .attention import check_model, tree_attention
