@@ -67,16 +67,7 @@ class SequenceParallel:
         first_ranks: of each sequence group.
     """
 
-    def __init__(
-        self,
-        model,
-        *,
-        sp_size: int | None = None,
-        mesh: DeviceMesh | None = None,
-        tree_config: TreeConfig | None = None,
-        loss_tile: int | None = None,
-        mlp_tile: int | None = None,
-    ):
+    def __init__(self, model, *, sp_size=None, mesh=None, tree_config: TreeConfig | None = None, **tiles):
         if not dist.is_initialized():
             raise ValueError(f"there is no process group: {self.start} first")
         rows = _rows_of_ranks(sp_size, mesh)  # [dp, sp]
@@ -84,7 +75,7 @@ class SequenceParallel:
         self.first_ranks = rows[:, 0].tolist()
         self.dp_rank, self.sp_rank = (rows == dist.get_rank()).nonzero()[0].tolist()
         self.tree_config = tree_config or default_config()
-        self.tiled_mlps = train_on_shards(model, loss_tile=loss_tile, mlp_tile=mlp_tile)
+        self.tiled_mlps = train_on_shards(model, **tiles)
         if self.dp_size == 1:
             self.sp_group = dist.group.WORLD
         else:
