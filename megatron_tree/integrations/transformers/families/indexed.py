@@ -152,7 +152,5 @@ def _select_of_shard(shard: SequenceShard | Tensor | None, index: Index, keys: T
     """The selected keys of a shard's queries; without a shard those of a whole sequence on this rank."""
     if isinstance(shard, Tensor):
         raise ValueError("attention_mask with padding in layers with an index needs a TreeCache")
-    where = {"cp_group": None, "layout": "contiguous"}
-    if shard is not None:
-        where = {"cp_group": shard.cp_group, "layout": shard.documents or "zigzag", "config": shard.config}
+    where = {"cp_group": None, "layout": "contiguous"} if shard is None else shard.where
     return tree_select_func(index.q, index.weights, keys, **index.options, **where)

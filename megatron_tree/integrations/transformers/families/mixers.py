@@ -150,8 +150,7 @@ def _begin_on_shard(mixer: nn.Module, args, kwargs) -> RecurrentRun | None:
                 "shard: checkpoint whole decoder layers, as model.gradient_checkpointing_enable() does"
             )
         return None
-    layout = "zigzag" if shard.documents is None else shard.documents
-    return RecurrentRun(cp_group=shard.cp_group, layout=layout, config=shard.config)
+    return RecurrentRun(**shard.where)
 
 
 def _end_on_shard(mixer: nn.Module, *, failed: bool) -> None:

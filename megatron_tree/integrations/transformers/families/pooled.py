@@ -69,9 +69,7 @@ class BlockMask(NamedTuple):
     @property
     def where(self) -> dict:
         """How the tokens lie on the ranks, where there is no cache."""
-        if self.mask is None:
-            return {"cp_group": None, "layout": "contiguous"}
-        return {"cp_group": self.mask.cp_group, "layout": self.mask.documents or "zigzag"}
+        return {"cp_group": None, "layout": "contiguous"} if self.mask is None else self.mask.where
 
     def select(self, update: Update | None) -> Tensor | Selection:
         """The keys that the layer's queries see. update: of the layer's keys, which are in the cache. Collective.
@@ -86,9 +84,7 @@ class BlockMask(NamedTuple):
         if update is not None and self.mask is None:
             slot, config = update.cache.slot_of[update.layer_idx], update.cache.tree_config
             return update.forward.select(slot, keys, index, config=config)
-        options = {"topk": index.topk, "softmax_scale": index.scale, "blocks": index.blocks}
-        config = None if self.mask is None else self.mask.config
-        return tree_select_func(*index[:2], keys, **options, **self.where, config=config)
+        return tree_select_func(*index[:2], keys, blocks=index.blocks, **index.options, **self.where)
 
 
 def block_mask(mask: Tensor | SequenceShard | None, config) -> BlockMask:
@@ -173,18 +169,17 @@ def _positions(mask: BlockMask, num_tokens: int, device) -> Tensor:
     return positions
 
 
-def _options(shard: SequenceShard | None) -> dict | None:
+def _options() -> dict | None:
     """Those of `tree_convolution` in a run whose tokens ranks share; None in others."""
-    if shard is not None:
-        layout = "zigzag" if shard.documents is None else shard.documents
-        return {"cp_group": shard.cp_group, "layout": layout, "config": shard.config}
+    if (shard := current_shard.get()) is not None:
+        return shard.where
     of_pass = current_pass.get()
     return of_pass.options if of_pass is not None and of_pass.is_sharded else None
 
 
 def embed_ngrams(forward: Callable, module, ids: Tensor, past_key_values) -> Tensor:
     """`forward` of an embedding of n-grams of ids [b, s_local]. Before a sequence are ids eos, which are zeros here."""
-    if (options := _options(current_shard.get())) is None:
+    if (options := _options()) is None:
         return forward(module, ids, past_key_values)
     eos, count, cache = module.eos_token_id, module.context_len, past_key_values
     before = None if cache is None else cache.get_conv_state(module.layer_idx, state_idx=IDS)
@@ -203,7 +198,7 @@ def embed_ngrams(forward: Callable, module, ids: Tensor, past_key_values) -> Ten
 
 def convolution(short_conv: Callable, module, x: Tensor, past_key_values) -> Tensor:
     """The dilated convolution of x [b, s_local, c] behind n-grams."""
-    if (options := _options(current_shard.get())) is None:
+    if (options := _options()) is None:
         return short_conv(module, x, past_key_values)
     count, cache = module.short_conv_state_len, past_key_values
     before = None if cache is None else cache.get_conv_state(module.layer_idx, state_idx=CONVOLUTION)

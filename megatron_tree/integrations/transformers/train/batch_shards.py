@@ -93,6 +93,11 @@ class SequenceShard:
         vars(shard).update(values, used_by={})
         return shard
 
+    @property
+    def where(self) -> dict:
+        """How the tokens lie on the ranks: options of calls over all of them."""
+        return {"cp_group": self.cp_group, "layout": self.documents or "zigzag", "config": self.config}
+
     @functools.cached_property
     def layout(self) -> Dispatched:
         """Who holds what of every row, or of the packed batch."""
