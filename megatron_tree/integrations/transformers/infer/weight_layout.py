@@ -154,11 +154,11 @@ class WeightLayout:
 
     def __post_init__(self):
         config = self.model.config.get_text_config(decoder=True)
-        self.num_heads, self.num_heads_kv = config.num_attention_heads, num_heads_kv(config)
         if config.is_heterogeneous:
             raise self._refused("layers", "they have different numbers of heads")
         if config.model_type == "hrm_text":
             raise self._refused("layers", "it runs every layer several times for a token")
+        self.num_heads, self.num_heads_kv = config.num_attention_heads, num_heads_kv(config)
         self.heads = HeadGroups.of(self.world, self.num_heads, self.num_heads_kv)
         modules, self.whole = without_vision(self.model)
         for name, module in modules:
