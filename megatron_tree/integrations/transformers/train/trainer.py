@@ -1,6 +1,6 @@
 """Transformers' `Trainer`, the sequence sharded by tree attention: with DDP, FSDP2 and DeepSpeed.
 
-    from megatron_tree.integrations.transformers.trainer import Trainer    # instead of transformers' own
+    from megatron_tree.integrations.transformers.train.trainer import Trainer  # instead of transformers' own
 
     args = TrainingArguments(...)                               # DDP; or fsdp=True, or deepspeed="zero3.json"
     Trainer(model=model, args=args, train_dataset=data, sp_size=4).train()

@@ -78,7 +78,7 @@ def check_arguments(name: str, args, given: dict) -> None:
             if value := given.get(option) or getattr(args, option, None):
                 raise ValueError(
                     f"{option}={value!r}: SFTTrainer computes it from logits of whole sequences, which no rank has. "
-                    "Leave it out, or use the Trainer of integrations.transformers.trainer"
+                    "Leave it out, or use the Trainer of integrations.transformers.train.trainer"
                 )
 
 
