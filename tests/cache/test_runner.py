@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from megatron_tree.cache import prefill_attention
 from megatron_tree.cache.pages import GROWTH
 from megatron_tree.integrations.transformers.attention import TreeCache
-from megatron_tree.integrations.transformers.runner import Runner
+from megatron_tree.integrations.transformers.infer.runner import Runner
 from support.hf_models import VOCAB, prompt, tiny_model, tree_model
 
 FAMILIES = ("llama", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "qwen3", "gemma3", "phi3")

@@ -318,7 +318,7 @@ def test_calls_leave_nothing_in_the_store():
 def _save_and_leave(rank, world, folder):
     from megatron_tree.cache.files import model_fingerprint
     from megatron_tree.integrations.transformers.attention import TreeCache
-    from megatron_tree.integrations.transformers.generation import generate
+    from megatron_tree.integrations.transformers.infer.generation import generate
     from support.hf_models import prompt, tiny_model
 
     model = tiny_model("llama", 1)

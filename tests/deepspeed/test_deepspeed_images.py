@@ -73,7 +73,7 @@ def test_zero_3(name):
 
 
 def _trained(rank, world, name, folder):
-    from megatron_tree.integrations.transformers.trainer import Trainer
+    from megatron_tree.integrations.transformers.train.trainer import Trainer
 
     model, batch = image_model(name, torch.float32), _batch(name)
     options = {"per_device_train_batch_size": 2, "remove_unused_columns": False, "max_grad_norm": 0.0, "use_cpu": True}

@@ -60,7 +60,7 @@ def _sharded(rank, world, folder, stages, sp_size, as_ulysses, want):
     from accelerate.state import AcceleratorState
 
     from megatron_tree.integrations.deepspeed.inference import init_comm
-    from megatron_tree.integrations.transformers.trainer import Trainer
+    from megatron_tree.integrations.transformers.train.trainer import Trainer
     from support.deepspeed_cases import parameters
 
     init_comm(60.0)  # as TrainingArguments do under the deepspeed launcher
@@ -128,7 +128,7 @@ class _Other(transformers.Trainer):
 
 
 def _refusals(rank, world, folder):
-    from megatron_tree.integrations.transformers import trainer as module
+    from megatron_tree.integrations.transformers.train import trainer as module
 
     Trainer = module.Trainer
     zero = {"deepspeed": {"zero_optimization": {"stage": 1}}}
@@ -180,7 +180,7 @@ class _Wrapped(torch.nn.Module):
 def _losses_in_training(rank, world, folder):
     from accelerate.state import AcceleratorState
 
-    from megatron_tree.integrations.transformers.trainer import Trainer
+    from megatron_tree.integrations.transformers.train.trainer import Trainer
 
     class Own(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):

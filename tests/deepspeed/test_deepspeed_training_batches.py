@@ -10,8 +10,9 @@ from support.ranks import run_distributed
 pytest.importorskip("deepspeed")
 pytest.importorskip("transformers")
 
-from megatron_tree.integrations.transformers import batch_shards, training
 from megatron_tree.integrations.transformers.attention import TreeCache
+from megatron_tree.integrations.transformers.train import batch_shards
+from megatron_tree.integrations.transformers.train import train_on_shards as training
 from support.hf_models import CONFIGS, VOCAB, prompt, tiny_model
 from support.rounding import rounding
 

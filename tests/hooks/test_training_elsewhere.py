@@ -55,7 +55,7 @@ def _names(folder):
     from torch.utils.data import DataLoader
 
     from megatron_tree.integrations.transformers import register_sequence_parallel
-    from megatron_tree.integrations.transformers.accelerated import prepare_data_loader
+    from megatron_tree.integrations.transformers.train.accelerated import prepare_data_loader
     from support.byte_tokens import byte_tokenizer
 
     rows = [{name: x[0] for name, x in batch.items()} for batch in _batches()]

@@ -41,7 +41,7 @@ def _length(runner):
 
 def _turns(rank, world, family):
     from megatron_tree.integrations.transformers.attention import TreeCache
-    from megatron_tree.integrations.transformers.runner import Runner
+    from megatron_tree.integrations.transformers.infer.runner import Runner
 
     model = tiny_model(family)
     first, more = prompt(1, 45)[0].tolist(), prompt(1, 30, seed=3)[0].tolist()
@@ -106,7 +106,7 @@ def _chat(rank, world, path):
     from megatron_tree.comm import Ranks
     from megatron_tree.comm.wire import share
     from megatron_tree.integrations.transformers.attention import TreeCache
-    from megatron_tree.integrations.transformers.runner import Runner
+    from megatron_tree.integrations.transformers.infer.runner import Runner
 
     group = dist.group.WORLD if world > 1 else None
     ranks = Ranks.of(group)

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 import openai
 
 from megatron_tree.integrations.transformers.attention import TreeCache
-from megatron_tree.integrations.transformers.runner import Runner
+from megatron_tree.integrations.transformers.infer.runner import Runner
 from support.http_server import NAME, byte_model, byte_tokenizer, serving
 
 TOKENIZER = byte_tokenizer()

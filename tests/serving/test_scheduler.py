@@ -15,7 +15,7 @@ from megatron_tree.generation.requests import Request
 from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.generation.scheduler import Load, QueueFull, Scheduler
 from megatron_tree.integrations.transformers.attention import TreeCache
-from megatron_tree.integrations.transformers.runner import Runner
+from megatron_tree.integrations.transformers.infer.runner import Runner
 from support.hf_models import plain, prompt, tiny_model, tree_model
 from support.plain_runner import PlainRunner, character_tokenizer
 from support.scheduling import make_scheduler, request, serve, tokens_of

@@ -14,7 +14,7 @@ from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.generation.scheduler import Scheduler
 from megatron_tree.generation.speculation import DraftCost, DraftState, PromptLookup, Speculation, last_match
 from megatron_tree.integrations.transformers.attention import TreeCache
-from megatron_tree.integrations.transformers.runner import Runner
+from megatron_tree.integrations.transformers.infer.runner import Runner
 from support.byte_tokens import byte_tokenizer
 from support.hf_models import VOCAB, prompt, tiny_model
 from support.plain_runner import PlainRunner

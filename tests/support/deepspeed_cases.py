@@ -84,7 +84,8 @@ def run_plain(case):
 
     Except for dropout: its mask is ours, so the reference is tree attention on one rank.
     """
-    from megatron_tree.integrations.transformers import batch_shards, training
+    from megatron_tree.integrations.transformers.train import batch_shards
+    from megatron_tree.integrations.transformers.train import train_on_shards as training
 
     model = case.model()
     if case.dropout:

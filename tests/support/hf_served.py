@@ -9,8 +9,8 @@ from megatron_tree import comm
 from megatron_tree.attention.decode import DecodeStep
 from megatron_tree.cache.files import model_fingerprint
 from megatron_tree.integrations import transformers as tree_hf
-from megatron_tree.integrations.transformers.split_model import split_model
-from megatron_tree.integrations.transformers.split_rules import ROUTERS, SMALL, plan_layout
+from megatron_tree.integrations.transformers.infer.split_model import split_model
+from megatron_tree.integrations.transformers.infer.weight_layout import ROUTERS, SMALL, plan_layout
 from support.bound import bound
 from support.hf_architectures import assert_logits
 from support.hf_models import hf_generate, left_padded, plain, prompt

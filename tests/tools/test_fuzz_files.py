@@ -23,7 +23,7 @@ from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.generation.scheduler import Scheduler
 from megatron_tree.integrations.transformers import models
 from megatron_tree.integrations.transformers.attention import TreeCache
-from megatron_tree.integrations.transformers.generation import generate
+from megatron_tree.integrations.transformers.infer.generation import generate
 from megatron_tree.launching import parse_with_config
 from megatron_tree.plan import known_topologies, load_topology
 from megatron_tree.plan.topology import TOPOLOGIES, place

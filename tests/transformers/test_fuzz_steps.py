@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 
 from megatron_tree import CommError, TreeConfig
 from megatron_tree.integrations.transformers.attention import TreeCache
-from megatron_tree.integrations.transformers.runner import Runner
+from megatron_tree.integrations.transformers.infer.runner import Runner
 from support.hf_models import prompt, tiny_model
 
 SEED = int(os.environ.get("TREE_FUZZ_SEED", "0"))

@@ -11,12 +11,12 @@ pytest.importorskip("transformers")
 
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree import CommError, TreeConfig
-from megatron_tree.integrations.transformers import log_probs
 from megatron_tree.integrations.transformers.attention import TreeCache
-from megatron_tree.integrations.transformers.parallel import register_sequence_parallel
-from megatron_tree.integrations.transformers.runner import Runner
-from megatron_tree.integrations.transformers.split_model import split_model
-from megatron_tree.integrations.transformers.split_rules import plan_layout
+from megatron_tree.integrations.transformers.infer.runner import Runner
+from megatron_tree.integrations.transformers.infer.split_model import split_model
+from megatron_tree.integrations.transformers.infer.weight_layout import plan_layout
+from megatron_tree.integrations.transformers.train import loss as log_probs
+from megatron_tree.integrations.transformers.train.sequence_parallel import register_sequence_parallel
 from support.hf_models import SHAPE, prompt
 from transformers import AutoModelForCausalLM, LlamaConfig
 

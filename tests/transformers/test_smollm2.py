@@ -19,7 +19,7 @@ QUESTION = "The capital of France is which city? Answer with one word."
 def _answer(rank, world):
     from megatron_tree.integrations.transformers import models
     from megatron_tree.integrations.transformers.attention import TreeCache
-    from megatron_tree.integrations.transformers.generation import generate
+    from megatron_tree.integrations.transformers.infer.generation import generate
 
     folder = models.smollm2_folder()  # both ranks at once
     tokenizer = models.load_tokenizer(folder)

@@ -14,9 +14,9 @@ pytest.importorskip("transformers")
 import megatron_tree
 from megatron_tree.comm import Ranks
 from megatron_tree.integrations.transformers.attention import TreeCache
-from megatron_tree.integrations.transformers.runner import Runner
-from megatron_tree.integrations.transformers.split_model import split_model
-from megatron_tree.integrations.transformers.split_rules import plan_layout
+from megatron_tree.integrations.transformers.infer.runner import Runner
+from megatron_tree.integrations.transformers.infer.split_model import split_model
+from megatron_tree.integrations.transformers.infer.weight_layout import plan_layout
 from support.hf_models import SHAPE
 from support.ranks import run_distributed
 from transformers import AutoModelForCausalLM, LlamaConfig

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 import megatron_tree.integrations.transformers as tree_hf
 import transformers
-from megatron_tree.integrations.transformers.generation import generate
+from megatron_tree.integrations.transformers.infer.generation import generate
 from support.hf_models import SHAPE, prompt, tiny_model, tree_model
 
 

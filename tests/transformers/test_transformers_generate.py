@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree.config import DECODE_SCHEDULES
-from megatron_tree.integrations.transformers.generation import generate
+from megatron_tree.integrations.transformers.infer.generation import generate
 from support.hf_models import hf_generate, left_padded, plain, prompt, tiny_model
 
 NEW = 9

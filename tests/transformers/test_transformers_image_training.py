@@ -11,7 +11,7 @@ from support.ranks import run_distributed
 pytest.importorskip("transformers")
 
 from megatron_tree.integrations import transformers as tree_hf
-from megatron_tree.integrations.transformers.image_training import MODELS
+from megatron_tree.integrations.transformers.families.images import MODELS
 from support.hf_images import CONFIGS, batches, image_model, video_batch
 from support.hf_models import tiny_model
 

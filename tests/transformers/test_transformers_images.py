@@ -13,9 +13,9 @@ from megatron_tree.generation.requests import Request
 from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.generation.scheduler import Scheduler
 from megatron_tree.integrations import transformers as tree_hf
-from megatron_tree.integrations.transformers.image_prompts import set_text_attention, text_part_of
-from megatron_tree.integrations.transformers.split_model import split_model
-from megatron_tree.integrations.transformers.split_rules import plan_layout
+from megatron_tree.integrations.transformers.families.images import set_text_attention, text_part_of
+from megatron_tree.integrations.transformers.infer.split_model import split_model
+from megatron_tree.integrations.transformers.infer.weight_layout import plan_layout
 from support.hf_images import CONFIGS, image_model, image_rows, types_of
 from support.scheduling import tokens_of
 

@@ -15,7 +15,7 @@ from megatron_tree.generation.requests import Request
 from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.generation.scheduler import Scheduler
 from megatron_tree.generation.speculation import Speculation
-from megatron_tree.integrations.transformers.split_rules import plan_layout
+from megatron_tree.integrations.transformers.infer.weight_layout import plan_layout
 from support.hf_architectures import INDEXED, assert_logits, random_model
 from support.hf_models import mistral_large4, plain, prompt
 from support.hf_served import check_rows, check_served, check_sharded, check_trained, traffic_of_a_step
@@ -230,3 +230,11 @@ def test_another_formula_is_refused(monkeypatch):
     monkeypatch.setattr(modeling, "F", SimpleNamespace(**vars(modeling.F) | {"relu": torch.abs}))
     with pytest.raises(ValueError, match=r"DeepseekV32Indexer \(layer_idx=0\) scores keys in another way .*abs after"):
         model(**tree_hf.shard_batch({"input_ids": ids, "labels": ids}, cp_group=None))
+
+
+def test_a_model_without_what_its_family_replaces_is_refused(monkeypatch):
+    from transformers.models.deepseek_v32 import modeling_deepseek_v32 as modeling
+
+    monkeypatch.delattr(modeling.DeepseekV32Indexer, "forward")
+    with pytest.raises(ValueError, match=r"its model has no \*Indexer\.forward, which all .* \(indexed\) have"):
+        tree_hf.train_on_shards(random_model("deepseek_v32"))

@@ -47,7 +47,7 @@ def _epochs(loader, rank, workers):
 def _loaded(rank, world, device_specific):
     """Batches of an Accelerate loop: on one rank without us."""
     from megatron_tree.integrations.transformers import register_sequence_parallel
-    from megatron_tree.integrations.transformers.accelerated import prepare_data_loader
+    from megatron_tree.integrations.transformers.train.accelerated import prepare_data_loader
 
     multiprocessing.current_process()._config["daemon"] = False  # a loader's workers are its processes
     found = []
@@ -87,7 +87,7 @@ def test_ranks_of_a_group_draw_the_same():
 
 def _gathered(rank, world):
     from megatron_tree.integrations.transformers import register_sequence_parallel
-    from megatron_tree.integrations.transformers.accelerated import count_sequence_groups, prepare_data_loader
+    from megatron_tree.integrations.transformers.train.accelerated import count_sequence_groups, prepare_data_loader
 
     accelerator = _accelerator()
     parallel = register_sequence_parallel(tiny_model("llama"), sp_size=2)
@@ -147,7 +147,7 @@ def test_every_tensor_of_every_batch_is_compared(name):
 
 
 def test_checksums_are_of_bits_and_of_places():
-    from megatron_tree.integrations.transformers.parallel import _checksum
+    from megatron_tree.integrations.transformers.train.sequence_parallel import _checksum
 
     x = torch.arange(60.0).view(5, 12)
     others = [x.flip(0), x.flip(1), x.roll(1, 1), x + (x == 7) * 1e-5, -x, x.double(), x.bfloat16() + 1, x.t()]

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 import megatron_tree.integrations.transformers as tree_hf
 import transformers
 from megatron_tree import TreeConfig
-from megatron_tree.integrations.transformers import log_probs as module
+from megatron_tree.integrations.transformers.train import loss as module
 from support.hf_models import VOCAB, prompt, tiny_model
 from support.hf_training import LargestTensor
 from support.rounding import assert_near, error

@@ -142,7 +142,7 @@ def _resumed(rank, world, folder):
     """Losses of a run with dropout, whole and from its checkpoint on."""
     from accelerate.state import AcceleratorState
 
-    from megatron_tree.integrations.transformers.trainer import Trainer
+    from megatron_tree.integrations.transformers.train.trainer import Trainer
 
     ids = prompt(14, LENGTH)
     data = [{"input_ids": row, "labels": row} for row in ids]

@@ -8,7 +8,8 @@ pytest.importorskip("transformers")
 import megatron_tree.integrations.transformers  # noqa: F401
 import transformers
 from megatron_tree import log
-from megatron_tree.integrations.transformers import batch_shards, token_tiles, training
+from megatron_tree.integrations.transformers.train import batch_shards, token_tiles
+from megatron_tree.integrations.transformers.train import train_on_shards as training
 from support.hf_architectures import random_model
 from support.hf_models import prompt, tiny_model
 from support.hf_training import LargestTensor

@@ -102,7 +102,7 @@ def _plain(rank, world, folder, runs):
 def _sharded(rank, world, folder, cases, want):
     from accelerate.parallelism_config import ParallelismConfig
 
-    from megatron_tree.integrations.transformers.trainer import Trainer
+    from megatron_tree.integrations.transformers.train.trainer import Trainer
 
     for collator, lora, sp_size, fsdp, sizes in cases:
         options = {"fsdp": fsdp, "lora": lora, "loss_tile": 7}
@@ -116,7 +116,7 @@ def _sharded(rank, world, folder, cases, want):
 
 def _resumed(rank, world, folder, sp_size, fsdp, resume, want):
     """All steps with a checkpoint after two of them or, from there, the others; on any ranks."""
-    from megatron_tree.integrations.transformers.trainer import Trainer
+    from megatron_tree.integrations.transformers.train.trainer import Trainer
 
     saving = {} if resume else {"save_strategy": "steps", "save_steps": 2}
     options = {"resume": str(folder / "checkpoint-2") if resume else None, "sp_size": sp_size, "fsdp": fsdp}
@@ -126,7 +126,7 @@ def _resumed(rank, world, folder, sp_size, fsdp, resume, want):
 
 def _in_bf16(rank, world, folder, want):
     """With DDP and FSDP2."""
-    from megatron_tree.integrations.transformers.trainer import Trainer
+    from megatron_tree.integrations.transformers.train.trainer import Trainer
 
     for fsdp in (None, FULL):
         options = {"fsdp": fsdp, "sp_size": 2, "loss_tile": 7, "args": {"bf16": True}}
@@ -165,7 +165,7 @@ def _accelerated(rank, world):
     from torch.utils.data import DataLoader
 
     from megatron_tree.integrations.transformers import register_sequence_parallel
-    from megatron_tree.integrations.transformers.accelerated import prepare_data_loader
+    from megatron_tree.integrations.transformers.train.accelerated import prepare_data_loader
     from support.hf_models import tiny_model
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -190,7 +190,7 @@ def _accelerated(rank, world):
 def _refusals(rank, world, folder):
     from accelerate.parallelism_config import ParallelismConfig
 
-    from megatron_tree.integrations.transformers.trainer import Trainer
+    from megatron_tree.integrations.transformers.train.trainer import Trainer
     from support.hf_models import tiny_model
 
     said = []

@@ -139,7 +139,7 @@ def _plain_evaluation(rank, world, folder, names, dp_size):
 
 
 def _sharded(rank, world, folder, trained, evaluated):
-    from megatron_tree.integrations.transformers.trainer import Trainer
+    from megatron_tree.integrations.transformers.train.trainer import Trainer
 
     found = _trained(Trainer, folder, trained, sp_size=2)
     return found, _evaluated(Trainer, folder, dict.fromkeys(evaluated, 2), sp_size=2)

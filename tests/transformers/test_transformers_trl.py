@@ -267,7 +267,7 @@ def _plain(rank, world, folder, names):
 def _sharded(rank, world, folder, names, sp_size, want):
     from accelerate.state import AcceleratorState
 
-    from megatron_tree.integrations.transformers.trainer import SequenceParallelMixin
+    from megatron_tree.integrations.transformers.train.trainer import SequenceParallelMixin
 
     for name in names:
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -349,7 +349,7 @@ def test_four_ranks(tmp_path, names, sp_size):
 def test_what_is_refused():
     from types import SimpleNamespace
 
-    from megatron_tree.integrations.transformers import trl
+    from megatron_tree.integrations.transformers.train import trl
 
     processor = {"processing_class": SimpleNamespace(image_processor=None)}
     for name, options, given, message in (

@@ -12,8 +12,8 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 
 import transformers
-from megatron_tree.integrations.transformers.split_rules import plan_layout
-from megatron_tree.integrations.transformers.weight_files import empty_model, read_pieces
+from megatron_tree.integrations.transformers.infer.split_model import empty_model, read_pieces
+from megatron_tree.integrations.transformers.infer.weight_layout import plan_layout
 from support.hf_models import tiny_model
 
 

@@ -3,7 +3,7 @@
 `init_inference` for generation, `register_sequence_parallel` for training.
 """
 
-from ..transformers.engine import generate
+from ..transformers.infer.engine import generate
 from .inference import init_comm, init_distributed, init_inference
 from .training import SequenceParallelMpu, register_sequence_parallel
 

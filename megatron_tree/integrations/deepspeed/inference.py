@@ -26,12 +26,19 @@ from ...comm import group_rank, group_size
 from ...comm.rendezvous import LAUNCHER_VARIABLES, check_launched, start_default_group
 from ...config import TreeConfig, default_config
 from ...files import read_deepspeed_config
-from ..transformers.architectures import has_index, has_states
 from ..transformers.attention import TreeCache, check_model
-from ..transformers.engine import Engine, check_options, check_replicated, model_or_folder, share_model, token_group
-from ..transformers.image_prompts import set_text_attention
-from ..transformers.rope import num_positions
-from ..transformers.runner import CHUNK_SIZE
+from ..transformers.families.images import set_text_attention
+from ..transformers.families.rope import num_positions
+from ..transformers.families.table import families_of
+from ..transformers.infer.engine import (
+    Engine,
+    check_options,
+    check_replicated,
+    model_or_folder,
+    share_model,
+    token_group,
+)
+from ..transformers.infer.runner import CHUNK_SIZE
 
 REFUSED = {
     "dtype": "pass dtype=",
@@ -183,12 +190,13 @@ def init_inference(
 
 
 def _check_split_by_deepspeed(text, tp_size: int) -> None:
-    if tp_size != 1 and has_states(text):
+    families = {} if tp_size == 1 else families_of(text)
+    if "recurrent" in families:
         raise ValueError(
             f"tp_size={tp_size}: {type(text).__name__} has recurrent layers, which DeepSpeed's tensor parallelism does "
             "not split: use weights='sharded', or tp_size=1"
         )
-    if tp_size != 1 and has_index(text):
+    if "indexed" in families or "pooled" in families:
         raise ValueError(
             f"tp_size={tp_size}: {type(text).__name__} has layers with an index, whose weights DeepSpeed's tensor "
             "parallelism would split: use weights='sharded', or tp_size=1"

@@ -29,7 +29,7 @@ import deepspeed
 from ...comm import group_rank, group_size
 from ...config import TreeConfig
 from ...files import whole_file, writing
-from ..transformers.parallel import SequenceParallel
+from ..transformers.train.sequence_parallel import SequenceParallel
 from .inference import init_comm
 
 

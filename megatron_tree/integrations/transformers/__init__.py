@@ -10,16 +10,18 @@ Importing it registers ``attn_implementation="tree"``:
 
 `Runner` runs rows of such a cache, `generate` generates. `register_sequence_parallel` trains on sharded sequences, by
 `train_on_shards` and `shard_batch`; `token_log_probs` and `gather_tokens` are for losses other than the cross entropy.
+
+attention.py is what every model calls. families/table.py lists the models that do more, and what is replaced in them.
 """
 
 from .attention import check_model, tree_attention
-from .batch_shards import shard_batch
-from .cache import TreeCache
-from .generation import Generation, generate
-from .log_probs import gather_tokens, log_probs_of_hidden, token_log_probs
-from .parallel import SequenceParallel, register_sequence_parallel
-from .runner import Runner
-from .training import train_on_shards
+from .infer.cache import TreeCache
+from .infer.generation import Generation, generate
+from .infer.runner import Runner
+from .train.batch_shards import shard_batch
+from .train.loss import gather_tokens, log_probs_of_hidden, token_log_probs
+from .train.sequence_parallel import SequenceParallel, register_sequence_parallel
+from .train.train_on_shards import train_on_shards
 
 __all__ = [
     "Generation",

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 from typing import NamedTuple
 
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from .families.modeling import INSTEAD, model_class
+from .families.table import families_of
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 RECURRENT_TYPES = ("linear_attention", "conv")
 BOTH_TYPES = ("hybrid", "hybrid_sliding")  # attention beside a recurrent layer
-INDEXED_TYPES = ("indexed_attention",)
-INDEXED = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "mistral_large4_text")  # of tokens
-POOLED = {"qwen4_exp_text": "Qwen4ExpText"}  # of blocks of tokens; what their classes are called
 PLAIN_TYPES = ("mlp", "moe")  # Transformers calls them "dummy" where it makes a cache
-CHUNKED = ("llama4_text",)  # their attention says which layers are chunked; see llama4.py
-WINDOW_IN_MASK = ("phimoe",)  # they name their window to the mask only, not to the attention function
-INSTEAD = "Use attn_implementation='sdpa' or 'eager', and the model's own cache"
 UNSUPPORTED = {
     "blt": "tokens in patches, and several models with caches of their own",
     "deepseek_v4": "keys of compressed blocks of tokens beside those of a window, in one attention call with a mask",
@@ -35,27 +28,6 @@ UNSUPPORTED = {
 }
 
 
-def model_class(config) -> type | None:
-    """The causal language model of a configuration, or that of images and text; None if there is none, or several."""
-    found = (
-        auto._model_mapping.get(type(config), None) for auto in (AutoModelForCausalLM, AutoModelForImageTextToText)
-    )
-    return next((model for model in found if isinstance(model, type)), None)
-
-
-def classes_beside(config) -> dict[str, type]:
-    """The classes of the module that has a text model, which need not be a causal language model, by name."""
-    model = model_class(config)
-    name = type(config).__module__.replace(".configuration_", ".modeling_") if model is None else model.__module__
-    return _classes_in(name)
-
-
-@functools.cache
-def _classes_in(module: str) -> dict[str, type]:
-    """Looked up once: masks of models with an index ask in every run."""
-    return {name: x for name, x in vars(importlib.import_module(module)).items() if isinstance(x, type)}
-
-
 class LayerKind(NamedTuple):
     """What a layer keeps of earlier tokens."""
 
@@ -65,8 +37,6 @@ class LayerKind(NamedTuple):
     """How many of the last keys a query sees, itself included; None: all."""
     num_states: int = 0
     """Recurrent states: of a convolution, of a state-space model or of linear attention."""
-    indexed: bool = False
-    """Queries see the keys that an index selects."""
 
 
 def layers_of(config) -> list[LayerKind]:
@@ -84,9 +54,8 @@ def layers_of(config) -> list[LayerKind]:
     kinds, options = get_layer_types_and_kwargs(text)
     names = getattr(text, "layer_types", None) or kinds
     plain = [kind == "dummy" and named in PLAIN_TYPES for kind, named in zip(kinds, names, strict=True)]
-    known = LAYER_TYPES + RECURRENT_TYPES + BOTH_TYPES
-    known += ("chunked_attention",) if text.model_type in CHUNKED else ()
-    known += INDEXED_TYPES if text.model_type in (*INDEXED, *POOLED) else ()
+    own = {kind for family in families_of(config).values() for kind in family.layer_types}
+    known = {*LAYER_TYPES, *RECURRENT_TYPES, *BOTH_TYPES, *own}
     others = sorted({kind for kind, is_plain in zip(kinds, plain) if not is_plain and kind not in known})
     sharing = getattr(text, "num_kv_shared_layers", 0) or any(getattr(text, "kv_sharing_modes", ()))
     if others or sharing:
@@ -100,9 +69,9 @@ def layers_of(config) -> list[LayerKind]:
     if ngrams := getattr(text, "ple_layer_ids", None):  # other layers have no states of n-grams
         states = [n if i + 1 in ngrams else min(n, 1) for i, n in enumerate(states)]
     windows = [None if kind == "chunked_attention" else x.get("sliding_window") for kind, x in zip(kinds, options)]
-    attending = (*LAYER_TYPES, *BOTH_TYPES, *INDEXED_TYPES, "chunked_attention")
+    attending = {*LAYER_TYPES, *BOTH_TYPES, *own}
     return [
-        LayerKind(kind in attending, window, num_states, kind in INDEXED_TYPES)
+        LayerKind(kind in attending, window, num_states)
         for kind, window, num_states in zip(kinds, windows, states, strict=True)
     ]
 
@@ -113,18 +82,6 @@ def num_heads_kv(config) -> int:
     if getattr(config, "kv_lora_rank", None) is not None:
         return 1
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-
-
-def has_states(config) -> bool:
-    """Whether a model has layers with a recurrent state."""
-    kinds, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
-    return not set(kinds).isdisjoint(RECURRENT_TYPES + BOTH_TYPES)
-
-
-def has_index(config) -> bool:
-    """Whether a model has layers whose queries see the keys that an index selects."""
-    kinds, _ = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
-    return not set(kinds).isdisjoint(INDEXED_TYPES)
 
 
 def attention_windows(config) -> dict[int, int | None]:

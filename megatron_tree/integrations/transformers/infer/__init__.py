@@ -1,0 +1,1 @@
+"""Inference with Transformers models over a sharded KV cache."""

@@ -1,0 +1,1 @@
+"""Training of Transformers models on sharded sequences."""
