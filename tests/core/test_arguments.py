@@ -22,12 +22,13 @@ from megatron_tree.config import AttnSpec
 from megatron_tree.layout import Packed, Segment
 from support.attention import make_inputs, make_slopes, oracle
 from support.decoding import cached_oracle, decode_inputs, decode_oracle
-from support.ranks import largest, run_distributed
+from support.ranks import largest, on_ranks, run_distributed
 
 INT = np.int64
 
 
-def _numpy_integers(rank, world):
+@on_ranks(2)
+def test_numpy_integers_are_integers(rank, world):
     """Rank 1 passes numpy's integers where rank 0 passes Python's: one call."""
     kind = INT if rank else int
     group, n = dist.group.WORLD, 8
@@ -60,11 +61,6 @@ def _numpy_integers(rank, world):
     shares = dict(head_shares=[kind(2), kind(2)])
     out = tree_decode(q[:, -1:, heads], k[:, own], v[:, own], cp_group=group, **shares)
     assert (out - oracle(q, k, v, dout)[0][:, -1:, heads]).abs().max() < 1e-12
-    return True
-
-
-def test_numpy_integers_are_integers():
-    assert all(run_distributed(_numpy_integers, 2))
 
 
 @pytest.mark.parametrize("bad", [True, 4.0, np.float64(4), "4", None])
@@ -112,7 +108,8 @@ def _expand(latents):
     return (latents[:, :, 0] @ up).unflatten(-1, (2, 16)).split(8, -1)
 
 
-def _expanded(rank, world):
+@on_ranks(2)
+def test_latents_are_checked_for_nan(rank):
     """Latents with check="finite", clean and with a NaN on rank 1."""
     q = make_inputs(8, (4, 2), batch=1)[0]
     latents = torch.randn(1, 8, 1, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
@@ -126,11 +123,6 @@ def _expanded(rank, world):
         latents[0, 5, 0, 2] = float("nan")
     with pytest.raises(ValueError, match=r"k_cache on rank 1 .*first at k_cache\[0, 1, 0, 2\] = nan"):
         tree_prefill(q[:, own], latents[:, own], config=config, **options)
-    return True
-
-
-def test_latents_are_checked_for_nan():
-    assert all(run_distributed(_expanded, 2))
 
 
 def _padded_cross(rank, world):

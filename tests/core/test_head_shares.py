@@ -13,7 +13,7 @@ from megatron_tree.plan import grids
 from support.attention import make_slopes
 from support.decoding import cache_of, cached_oracle, decode_inputs, decode_oracle
 from support.ragged_rows import LONGEST, QUERIES, ragged_rows
-from support.ranks import largest, run_distributed
+from support.ranks import largest, on_ranks, run_distributed
 from support.rounding import error, rounding
 
 FORMS = {  # heads, head_dim, head_dim_v, options of the call
@@ -132,7 +132,8 @@ def test_prefill_in_chunks(world, page_size):
     assert largest(run_distributed(_prefill, world, page_size)) < rounding(59)
 
 
-def _refused(rank, world):
+@on_ranks(2)
+def test_what_is_refused_on_every_rank(rank):
     q, k, v = decode_inputs(1, 1, 8, (4, 2), dtype=torch.float32)
     step = dict(q=q[:, :, :2], k_cache=k, v_cache=v, cp_group=dist.group.WORLD, head_shares=[2, 2])
     chunk = step | dict(shares=[[(0, 1)]], key_segments=[[Segment(0, 0, 8)]] * 2)
@@ -152,8 +153,3 @@ def _refused(rank, world):
     for message, arguments in cases.items():
         with pytest.raises(ValueError, match=re.escape(message)):
             (tree_prefill if "shares" in arguments else tree_decode)(**arguments)
-    return True
-
-
-def test_what_is_refused_on_every_rank():
-    assert all(run_distributed(_refused, 2))

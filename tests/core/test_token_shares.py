@@ -10,7 +10,7 @@ from megatron_tree.cache import ShardedCache
 from megatron_tree.cache.forward import forward_pass
 from megatron_tree.config import AttnSpec
 from support.bound import bound
-from support.ranks import largest, run_distributed
+from support.ranks import largest, on_ranks, run_distributed
 from support.rounding import error, rounding
 
 
@@ -59,14 +59,11 @@ def test_attention_of_own_tokens_over_several_head_groups(groups, heads, heads_k
     assert largest(run_distributed(_prefill, 4, groups, heads, heads_kv, window)) < rounding(45)
 
 
-def _no_tokens(rank, world):
+@on_ranks(3)
+def test_ranks_without_tokens(rank):
     team = bound(transport="direct").everyone
     exchange = HeadsForTokens(team, [0, 1, 0])
     x = torch.arange(12.0).view(1, 1, 6, 2)
     heads = exchange.to_heads(x)
     assert torch.equal(heads, x[:, :, 2 * rank : 2 * rank + 2])
     assert torch.equal(exchange.to_tokens(heads, num_rows=1), x if rank == 1 else torch.zeros_like(x))
-
-
-def test_ranks_without_tokens():
-    run_distributed(_no_tokens, 3)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from support.ranks import run_distributed
+from support.ranks import on_ranks, run_distributed
 from support.trainers import ADDRESS
 
 pytest.importorskip("deepspeed")
@@ -45,7 +45,11 @@ def _compare(losses, weights, want):
         assert (weights[name] - truth).abs().max() <= 4 * SAME * truth.abs().max().clamp(min=1.0), name
 
 
-def _zero3(rank, world, name):
+@pytest.mark.slow
+@pytest.mark.supports("DeepSpeed, ZeRO 3", with_="images: training; 2 ranks; MLPs in tiles")
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
+@on_ranks(2, fresh=True)
+def test_zero_3(name):
     import deepspeed
     from megatron_tree.integrations.deepspeed.training import register_sequence_parallel
 
@@ -63,13 +67,6 @@ def _zero3(rank, world, name):
         engine.step()
         losses.append(loss.item())
     _compare(losses, parameters(model, 3), _plain(name))
-
-
-@pytest.mark.slow
-@pytest.mark.supports("DeepSpeed, ZeRO 3", with_="images: training; 2 ranks; MLPs in tiles")
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
-def test_zero_3(name):
-    run_distributed(_zero3, 2, name, fresh=True)
 
 
 def _trained(rank, world, name, folder):

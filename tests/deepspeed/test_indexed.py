@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from support.ranks import run_distributed
+from support.ranks import on_ranks
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("transformers")
@@ -14,7 +14,11 @@ from support.hf_models import plain, prompt
 NEW = 6
 
 
-def _engine(rank, world, name, weights):
+@pytest.mark.parametrize(
+    ("name", "weights"), [("deepseek_v32", "replicated"), ("deepseek_v32", "sharded"), ("dots3_note", "replicated")]
+)
+@on_ranks(2, timeout=200.0)
+def test_engine_equals_the_plain_model(name, weights):
     from megatron_tree.integrations import deepspeed as tree_deepspeed
 
     model, ids = random_model(name), prompt(1, 45)
@@ -24,13 +28,6 @@ def _engine(rank, world, name, weights):
     assert result.prefill == "sharded"
     assert torch.equal(result.tokens, want[0])
     assert_logits(torch.stack(result.logits, 1), want[1], weights)
-
-
-@pytest.mark.parametrize(
-    ("name", "weights"), [("deepseek_v32", "replicated"), ("deepseek_v32", "sharded"), ("dots3_note", "replicated")]
-)
-def test_engine_equals_the_plain_model(name, weights):
-    run_distributed(_engine, 2, name, weights, timeout=200.0)
 
 
 @pytest.mark.refuses("`deepseek_v32` with tp_size above 1", when="init_inference: AutoTP would split an index")

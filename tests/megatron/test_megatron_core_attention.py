@@ -18,7 +18,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron_tree import TreeConfig, packed_layout, shard_positions
 from megatron_tree.integrations import megatron as tree
 from support.core_attention import Group, causal_mask, config, core_attention, qkv
-from support.ranks import largest, run_distributed
+from support.ranks import largest, on_ranks, run_distributed
 from support.rounding import assert_near
 
 causal, no_mask, padding = AttnMaskType.causal, AttnMaskType.no_mask, AttnMaskType.padding
@@ -225,7 +225,8 @@ def test_masks_are_read_as_lengths(world):
         assert largest(errors.values()) < 1e-12, errors
 
 
-def _nan_in_padding(rank, world):
+@on_ranks(4)
+def test_what_a_padding_mask_hides_may_be_nan(rank, world):
     """What a padding mask hides holds NaN in q, k, v and dout: results are those of zeros there, to the bit."""
     rows, padded = shard_positions(SEQ, rank, world), key_padding().T  # [s, b]
     for mask_type in (padding, AttnMaskType.padding_causal):
@@ -237,11 +238,6 @@ def _nan_in_padding(rank, world):
                 results.append(run_core(inputs, world, rows, rows, **call))
             assert all(map(torch.equal, *results)), (mask_type, comm_type)
             assert not any(x[padded[rows]].any() for x in results[0][1:]), (mask_type, comm_type)
-    return True
-
-
-def test_what_a_padding_mask_hides_may_be_nan():
-    assert all(run_distributed(_nan_in_padding, 4))
 
 
 def _packed(rank, world, drop):
@@ -302,16 +298,12 @@ def test_tensor_parallel_ranks_drop_other_pairs():
     assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
 
 
-def _bad_mask_on_one_rank(rank, world):
+@pytest.mark.refuses("a mask that is wrong on one rank only", when="the forward, on all ranks")
+@on_ranks(2, timeout=60)
+def test_a_bad_mask_on_one_rank_is_an_error_on_all(rank, world):
     rows = shard_positions(SEQ, rank, world)
     mask = causal_mask(SEQ)[:, :, rows].clone()
     if rank == 1:
         mask[..., 0, 0] = ~mask[..., 0, 0]
     with pytest.raises(ValueError, match="neither the causal mask"):
         run_core(inputs_of(), world, rows, rows, attention_mask=mask)
-    return True
-
-
-@pytest.mark.refuses("a mask that is wrong on one rank only", when="the forward, on all ranks")
-def test_a_bad_mask_on_one_rank_is_an_error_on_all():
-    assert all(run_distributed(_bad_mask_on_one_rank, 2, timeout=60))

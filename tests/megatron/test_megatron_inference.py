@@ -20,7 +20,7 @@ from support.core_attention import Group, config, core_attention
 from support.megatron_layouts import Run, build_chunks, config_of, in_layout, plain
 from support.megatron_models import Case, build_model, megatron
 from support.megatron_serving import FullForwards, check, compare, scenario, served, text_of
-from support.ranks import largest, run_distributed
+from support.ranks import largest, on_ranks, run_distributed
 from support.tape import Tape, TapedSteps
 from support_matrix import refused
 
@@ -304,7 +304,9 @@ def test_runner_refuses_options(options, message):
         tree.MegatronRunner(model, token_group=Group(1), **options)
 
 
-def _static_context(rank, world):
+@pytest.mark.refuses("StaticInferenceContext, after the prompt (use MegatronRunner)", when="the forward")
+@on_ranks(1)
+def test_megatrons_own_context_is_refused():
     from megatron.core.inference.contexts import StaticInferenceContext
 
     with megatron(tp=1, pp=1, cp=1):
@@ -316,9 +318,3 @@ def _static_context(rank, world):
             context.increment_sequence_len_offset(5)
             with pytest.raises(ValueError, match="to decode with a KV cache use MegatronRunner"):
                 model(text_of(1, 1)[None], torch.tensor([[5]]), None, **serve)
-    return True
-
-
-@pytest.mark.refuses("StaticInferenceContext, after the prompt (use MegatronRunner)", when="the forward")
-def test_megatrons_own_context_is_refused():
-    assert all(run_distributed(_static_context, 1))

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_distributed
+from support.ranks import on_ranks
 
 pytest.importorskip("transformers")
 
@@ -63,7 +63,17 @@ OTHER_REASONS = {
 }
 
 
-def _generation(rank, world, name):
+def _cases(with_, without=(), fast=REPAIRED):
+    def marks(name):
+        found = [pytest.mark.supports(f"`{name}`", with_=with_)]
+        return found if name in fast else [*found, pytest.mark.slow]
+
+    return [pytest.param(name, marks=marks(name), id=name) for name in SERVED if name not in without]
+
+
+@pytest.mark.parametrize("name", _cases("generate and model.generate; 2 ranks"))
+@on_ranks(2)
+def test_generation(name):
     model, ids = random_model(name), prompt(2, 21)
     want = plain(model, ids, NEW)
     model.set_attn_implementation("tree")
@@ -77,36 +87,17 @@ def _generation(rank, world, name):
         assert torch.equal(tokens, want[0]), what
 
 
-def _training(rank, world, name):
-    check_trained(lambda: random_model(name))
-
-
-def _sharded(rank, world, name):
-    check_sharded(random_model(name))
-
-
-def _cases(with_, without=(), fast=REPAIRED):
-    def marks(name):
-        found = [pytest.mark.supports(f"`{name}`", with_=with_)]
-        return found if name in fast else [*found, pytest.mark.slow]
-
-    return [pytest.param(name, marks=marks(name), id=name) for name in SERVED if name not in without]
-
-
-@pytest.mark.parametrize("name", _cases("generate and model.generate; 2 ranks"))
-def test_generation(name):
-    run_distributed(_generation, 2, name)
-
-
 @pytest.mark.parametrize("name", _cases("training on shards; 2 ranks"))
+@on_ranks(2)
 def test_training(name):
-    run_distributed(_training, 2, name)
+    check_trained(lambda: random_model(name))
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", _cases("weights over all ranks; 2 and 4 ranks", WHOLE, OF_OTHER_FORM))
-def test_weights_over_all_ranks(name, world):
-    run_distributed(_sharded, world, name, timeout=200.0)
+@on_ranks(timeout=200.0)
+def test_weights_over_all_ranks(world, name):
+    check_sharded(random_model(name))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from support.hf_models import prompt, tiny_model
-from support.ranks import run_distributed
+from support.ranks import on_ranks
 from support.rounding import assert_near
 
 pytest.importorskip("transformers")
@@ -35,7 +35,9 @@ def _batches():
     }  # fmt: skip
 
 
-def _same(rank, world):
+@on_ranks(2)
+def test_gaps_in_positions_and_rows_of_padding(world):
+    """With a mask, larger positions are of the same document, as in Transformers."""
     for name, batch in _batches().items():
         plain, model = tiny_model("llama").train(), tiny_model("llama").train()
         tree_hf.train_on_shards(model)
@@ -50,8 +52,3 @@ def _same(rank, world):
         for (of, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
             dist.all_reduce(p.grad)
             assert_near(p.grad / world, q.grad, SUMS, f"{name}: {of}")
-
-
-def test_gaps_in_positions_and_rows_of_padding():
-    """With a mask, larger positions are of the same document, as in Transformers."""
-    run_distributed(_same, 2)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_distributed
+from support.ranks import on_ranks, run_distributed
 
 pytest.importorskip("transformers")
 
@@ -50,23 +50,17 @@ def make():
     return model
 
 
-def _served(rank, world):
-    check_served(make())
-
-
 @pytest.mark.supports("`llama4_text`", with_="left padding, ragged rows; 2 ranks")
+@on_ranks(2)
 def test_served():
-    run_distributed(_served, 2)
-
-
-def _trained(rank, world):
-    check_trained_batches(make)
+    check_served(make())
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.supports("`llama4_text`", with_="training on shards; 2 and 4 ranks; zigzag, packed, padded, recomputed")
+@on_ranks()
 def test_trained(world):
-    run_distributed(_trained, world)
+    check_trained_batches(make)
 
 
 @pytest.mark.refuses("`llama4_text` in training", when="it is set up: attention_dropout")

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_distributed
+from support.ranks import on_ranks, run_distributed
 
 pytest.importorskip("transformers")
 
@@ -105,7 +105,8 @@ def test_on_one_and_two_ranks(name, world, tmp_path):
     run_distributed(_prompts, world, name, tmp_path / "saved")
 
 
-def _failures(rank, world):
+@on_ranks(2)
+def test_failures():
     """A layer that fails in the middle of a chunk leaves the row as it was before the chunk."""
     model, text = random_model("qwen3_next"), prompt(1, 24)[0]
     with torch.no_grad():
@@ -126,11 +127,8 @@ def _failures(rank, world):
         runner.prefill(runner.add(), text)
 
 
-def test_failures():
-    run_distributed(_failures, 2)
-
-
-def _trained(rank, world):
+@on_ranks(2)
+def test_between_steps_of_training():
     """A model that trains on shards is evaluated over a cache in between, before and after."""
     model, text = random_model("qwen3_next"), prompt(1, 24)[0]
     batch = tree_hf.shard_batch({"input_ids": text[None], "labels": text[None]}, cp_group=dist.group.WORLD)
@@ -142,10 +140,6 @@ def _trained(rank, world):
         assert_logits(runner.prefill(runner.add(), text), want[-1], f"{what} training")
         tree_hf.train_on_shards(model)
         model.train()(**batch).loss.backward()
-
-
-def test_between_steps_of_training():
-    run_distributed(_trained, 2)
 
 
 def _bf16(rank, world, name):

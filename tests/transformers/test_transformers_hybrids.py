@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_distributed
+from support.ranks import on_ranks, run_distributed
 
 pytest.importorskip("transformers")
 
@@ -29,7 +29,14 @@ def _cache(model, group, **options):
     return tree_hf.TreeCache(model.config, cp_group=group, page_size=2, **options)
 
 
-def _generation(rank, world, name):
+def _marks(name):
+    supports = pytest.mark.supports(f"`{name}`", with_="generate and model.generate; 2 ranks")
+    return [supports] if name in FAST else [supports, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in HYBRIDS])
+@on_ranks(2)
+def test_generation(name):
     """All ways to run a batch: in chunks that go on from a state, whole, rows of different lengths, and padded ones."""
     model, ids = random_model(name), prompt(2, 21)
     padded, mask = left_padded(2, 13)
@@ -54,16 +61,6 @@ def _generation(rank, world, name):
         found = hf_generate(model, all_ids, NEW, all_mask, past_key_values=_cache(model, group))
         assert torch.equal(found[0], tokens), what
         assert_logits(found[1], logits, what)
-
-
-def _marks(name):
-    supports = pytest.mark.supports(f"`{name}`", with_="generate and model.generate; 2 ranks")
-    return [supports] if name in FAST else [supports, pytest.mark.slow]
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in HYBRIDS])
-def test_generation(name):
-    run_distributed(_generation, 2, name)
 
 
 def _rows(rank, world, name, folder):
@@ -114,7 +111,11 @@ def test_rows(name, tmp_path):
     run_distributed(_rows, 2, name, tmp_path / "saved")
 
 
-def _batch(rank, world, name):
+@pytest.mark.parametrize(
+    "name", [name if name == "lfm2" else pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS]
+)
+@on_ranks(2)
+def test_batches_of_transformers_own_generate(name):
     """Transformers' own generate: beams, a cache that is continued, and a run that fails in the middle."""
     model, ids = random_model(name), prompt(2, 9)
     want, beams = plain(model, ids, 2 * NEW), plain(model, ids, NEW, num_beams=3)
@@ -142,13 +143,6 @@ def _batch(rank, world, name):
         (ValueError, RuntimeError), match="a batch of 2 rows, not 1|Sizes of tensors"
     ):  # zaya joins first
         model(ids[:1], past_key_values=cache)
-
-
-@pytest.mark.parametrize(
-    "name", [name if name == "lfm2" else pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS]
-)
-def test_batches_of_transformers_own_generate(name):
-    run_distributed(_batch, 2, name)
 
 
 @pytest.mark.parametrize("name", NOT_CONTINUED)

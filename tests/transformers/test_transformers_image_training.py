@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_distributed
+from support.ranks import on_ranks, run_distributed
 
 pytest.importorskip("transformers")
 
@@ -78,10 +78,6 @@ def test_every_model_is_tested():
     assert CONFIGS.keys() == MODELS.keys()
 
 
-def _videos(rank, world, name):
-    _check(image_model(name), name, "video")
-
-
 def _video_marks(name):
     marks = [pytest.mark.supports(f"`{name}`", with_="images: training; also videos; 2 ranks")]
     return marks if name in ("qwen2_5_vl", "qwen3_vl") else [*marks, pytest.mark.slow]
@@ -90,11 +86,13 @@ def _video_marks(name):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=_video_marks(name)) for name in CONFIGS if MODELS[name].videos]
 )
+@on_ranks(2)
 def test_videos(name):
-    run_distributed(_videos, 2, name)
+    _check(image_model(name), name, "video")
 
 
-def _options(rank, world):
+@on_ranks(2)
+def test_tiles_recomputed_layers_and_frozen_vision():
     """Tiles, layers that are recomputed, and a vision part that is frozen."""
     model = image_model("qwen3_vl")
     model.gradient_checkpointing_enable()
@@ -108,11 +106,12 @@ def _options(rank, world):
     assert len(features) == 1 and not features[0].requires_grad
 
 
-def test_tiles_recomputed_layers_and_frozen_vision():
-    run_distributed(_options, 2)
-
-
-def _wrapped(rank, world, kind):
+@pytest.mark.parametrize("kind", [
+    pytest.param("DDP", marks=pytest.mark.supports("`DistributedDataParallel`", with_="images: training; 2 ranks")),
+    pytest.param("FSDP2", marks=pytest.mark.supports("FSDP2 (`fully_shard`)", with_="images: training; 2 ranks")),
+])  # fmt: skip
+@on_ranks(2)
+def test_a_rank_runs_the_images_of_its_tokens_or_one(rank, world, kind):
     """One image at the beginning of the row, whose tokens rank 0 has: what the vision part runs on each rank, and the
     weights after two steps."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -152,14 +151,6 @@ def _wrapped(rank, world, kind):
     for (name, got), truth in zip(model.named_parameters(), plain.parameters(), strict=True):
         whole = got.full_tensor() if isinstance(got, DTensor) else got
         assert (whole - truth).abs().max() < 1e-6, name
-
-
-@pytest.mark.parametrize("kind", [
-    pytest.param("DDP", marks=pytest.mark.supports("`DistributedDataParallel`", with_="images: training; 2 ranks")),
-    pytest.param("FSDP2", marks=pytest.mark.supports("FSDP2 (`fully_shard`)", with_="images: training; 2 ranks")),
-])  # fmt: skip
-def test_a_rank_runs_the_images_of_its_tokens_or_one(kind):
-    run_distributed(_wrapped, 2, kind)
 
 
 def _shard(model, batch):

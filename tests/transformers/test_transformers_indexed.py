@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_distributed
+from support.ranks import on_ranks, run_distributed
 
 pytest.importorskip("transformers")
 
@@ -52,24 +52,18 @@ def _cache(model, **options):
     return tree_hf.TreeCache(model.config, cp_group=dist.group.WORLD, page_size=2, **options)
 
 
-def _generation(rank, world, name):
-    check_served(_model(name))
-
-
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("name", _cases("generate and model.generate; 1, 2 and 4 ranks"))
-def test_generation(name, world):
-    run_distributed(_generation, world, name)
-
-
-def _sharded(rank, world, name):
-    check_sharded(_model(name))
+@on_ranks()
+def test_generation(world, name):
+    check_served(_model(name))
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", _cases("weights over all ranks; 2 and 4 ranks", WHOLE))
-def test_weights_over_all_ranks(name, world):
-    run_distributed(_sharded, world, name, timeout=200.0)
+@on_ranks(timeout=200.0)
+def test_weights_over_all_ranks(world, name):
+    check_sharded(_model(name))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +149,9 @@ def _ask(scheduler, asked):
     return [events]
 
 
-def _traffic(rank, world, name):
+@pytest.mark.parametrize("name", FAST)
+@on_ranks(2)
+def test_what_a_step_sends_and_reads(world, name):
     """What a step sends, lists of 8 bytes a key and states of heads, and reads: rows of selected keys, not all."""
     model = _model(name)
     config, cache = model.config, _cache(model, schedule="allgather")
@@ -168,16 +164,17 @@ def _traffic(rank, world, name):
     assert read == [config.index_topk] * config.num_hidden_layers
 
 
-@pytest.mark.parametrize("name", FAST)
-def test_what_a_step_sends_and_reads(name):
-    run_distributed(_traffic, 2, name)
-
-
-def _training(rank, world, name):
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", _cases("training on shards; 2 and 4 ranks"))
+@on_ranks()
+def test_training(world, name):
     check_trained(lambda: _model(name))
 
 
-def _packed(rank, world, name):
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", FAST)
+@on_ranks()
+def test_packed_documents(world, name):
     """Documents shorter and longer than what an index selects."""
     lengths = (4, 21, 1, 16)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
@@ -185,30 +182,15 @@ def _packed(rank, world, name):
     check_trained(lambda: _model(name), **more)
 
 
-def _recomputed(rank, world, name):
+@pytest.mark.parametrize("name", FAST)
+@on_ranks(2)
+def test_recomputed_layers(name):
     def make():
         model = _model(name).train()
         model.gradient_checkpointing_enable()
         return model
 
     check_trained(make)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", _cases("training on shards; 2 and 4 ranks"))
-def test_training(name, world):
-    run_distributed(_training, world, name)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", FAST)
-def test_packed_documents(name, world):
-    run_distributed(_packed, world, name)
-
-
-@pytest.mark.parametrize("name", FAST)
-def test_recomputed_layers(name):
-    run_distributed(_recomputed, 2, name)
 
 
 @pytest.mark.parametrize("name", _cases("evaluation without a cache"))

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_distributed
+from support.ranks import on_ranks, run_distributed
 
 pytest.importorskip("transformers")
 
@@ -19,16 +19,8 @@ def _cases(with_):
     return [pytest.param(name, marks=pytest.mark.supports(f"`{name}`", with_=with_), id=name) for name in POOLED]
 
 
-def _generation(rank, world, name):
-    check_served(random_model(name), pads=False)
-
-
-def _training(rank, world, name):
-    """Blocks that lie on several ranks."""
-    check_trained(lambda: random_model(name, indexer_compress_ratio=4, indexer_budget=8))
-
-
-def _traffic(rank, world):
+@on_ranks(2)
+def test_what_a_step_sends_and_reads(world):
     """What a step sends, lists of 8 bytes a block and states of heads, and reads: selected blocks and those after."""
     model = random_model("qwen4_exp_text")
     config = model.config
@@ -41,11 +33,8 @@ def _traffic(rank, world):
     assert read == [config.indexer_budget + 43 % size] * layers
 
 
-def test_what_a_step_sends_and_reads():
-    run_distributed(_traffic, 2)
-
-
-def _eight_bits(rank, world):
+@on_ranks(2)
+def test_caches_in_eight_bits():
     """A cache in 8 bits, whose index keys are not: near to the plain model, and the same on both ranks."""
     model, ids = random_model("qwen4_exp_text"), prompt(2, 37)
     want = plain(model, ids, 1)[1]
@@ -61,10 +50,6 @@ def _eight_bits(rank, world):
     assert float((found[0][:, :1] - want).abs().max() / want.abs().max()) < 0.2
 
 
-def test_caches_in_eight_bits():
-    run_distributed(_eight_bits, 2)
-
-
 def _rows(rank, world, folder):
     """Without recurrent layers, whose states can't go back."""
     layers = {
@@ -78,13 +63,16 @@ def _rows(rank, world, folder):
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("name", _cases("generate and model.generate; 1, 2 and 4 ranks"))
-def test_generation(name, world):
-    run_distributed(_generation, world, name)
+@on_ranks()
+def test_generation(world, name):
+    check_served(random_model(name), pads=False)
 
 
 @pytest.mark.parametrize("name", POOLED)
-def test_training(name):  # more of it: test_transformers_recurrent.py
-    run_distributed(_training, 2, name)
+@on_ranks(2)
+def test_training(name):
+    """Blocks that lie on several ranks."""
+    check_trained(lambda: random_model(name, indexer_compress_ratio=4, indexer_budget=8))
 
 
 def test_rows(tmp_path):

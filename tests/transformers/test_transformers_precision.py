@@ -5,7 +5,7 @@ import torch
 
 from megatron_tree import prefix_tree
 from support.hf_models import prompt, tiny_model
-from support.ranks import run_distributed
+from support.ranks import on_ranks
 from support.trainers import ADDRESS
 
 pytest.importorskip("accelerate")
@@ -74,15 +74,12 @@ def _check(kind, family, batch, rows):
     assert seen and all(mask is rows["sequence_shard"] for mask in seen)
 
 
-def _check_all(rank, world):
+@pytest.mark.supports("FSDP2 (`fully_shard`)", with_="a bf16 policy; padded, packed, tree; 2 ranks")
+@pytest.mark.supports("Accelerate", with_="bf16, DDP; padded, packed, tree; 2 ranks")
+@on_ranks(2, env=ADDRESS, fresh=True)
+def test_bf16_of_wrappers():
     for kind in ("FSDP2", "Accelerate"):
         for name, (batch, rows) in _batches().items():
             _check(kind, "llama", batch, rows)
             if name == "padded":  # Transformers' recurrent layers go on from one document to the next
                 _check(kind, "falcon_h1", batch, rows)
-
-
-@pytest.mark.supports("FSDP2 (`fully_shard`)", with_="a bf16 policy; padded, packed, tree; 2 ranks")
-@pytest.mark.supports("Accelerate", with_="bf16, DDP; padded, packed, tree; 2 ranks")
-def test_bf16_of_wrappers():
-    run_distributed(_check_all, 2, env=ADDRESS, fresh=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_distributed
+from support.ranks import on_ranks, run_distributed
 
 pytest.importorskip("transformers")
 
@@ -27,10 +27,6 @@ def _long_lived(name):
     return model
 
 
-def _training(rank, world, name):
-    check_trained_batches(lambda: _long_lived(name))
-
-
 def _marks(name, world):
     with_ = "training on shards; 2 and 4 ranks; zigzag, packed, padded, recomputed"
     supports = pytest.mark.supports(f"`{name}`", with_=with_)
@@ -46,8 +42,9 @@ def _marks(name, world):
         for world in (2, 4)
     ],
 )
-def test_training(name, world):
-    run_distributed(_training, world, name)
+@on_ranks()
+def test_training(world, name):
+    check_trained_batches(lambda: _long_lived(name))
 
 
 def _distance(model, want, world):

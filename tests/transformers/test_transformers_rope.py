@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_distributed
+from support.ranks import on_ranks, run_distributed
 
 pytest.importorskip("transformers")
 
@@ -37,7 +37,9 @@ def _cache(model, world):
     return tree_hf.TreeCache(model.config, cp_group=dist.group.WORLD if world > 1 else None, page_size=2)
 
 
-def _rows(rank, world, family):
+@pytest.mark.parametrize("family", FAMILIES)
+@on_ranks(3)
+def test_every_row_as_if_alone(world, family):
     rows, ids, mask = _ragged("left")
     want = [_alone(family, row) for row in rows]
     model = tree_model(family)
@@ -59,12 +61,8 @@ def _rows(rank, world, family):
         assert cache.get_seq_length() == len(row) + NEW - 1, "not in the cache that was given"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_row_as_if_alone(family):
-    run_distributed(_rows, 3, family)
-
-
-def _turns(rank, world):
+@on_ranks(2)
+def test_a_row_that_passes_the_switch_in_both_directions(world):
     """Longer, shorter and longer again: the row is run again when it passes the switch, in both directions."""
     model, reference = (tiny_model("phi3_longrope") for _ in range(2))
     model.set_attn_implementation("tree")
@@ -86,10 +84,6 @@ def _turns(rank, world):
     check(runner.prefill(row, text[:9]), torch.cat((text[: SWITCH - 4], text[:2], text[:9])))
     both = runner.step([row, copy], text[None, :1].expand(2, 1))
     check(both[1, -1], torch.cat((text[: SWITCH - 1], text[:1], text[:1])))
-
-
-def test_a_row_that_passes_the_switch_in_both_directions():
-    run_distributed(_turns, 2)
 
 
 def _second_turn(rank, world, path):
@@ -130,7 +124,9 @@ def test_a_loop_of_ones_own_past_the_switch():
         _close(got, model(ids).logits[:, -1])
 
 
-def _shards(rank, world, family):
+@pytest.mark.parametrize("family", FAMILIES)
+@on_ranks(2)
+def test_training_on_shards(world, family):
     """Losses and gradients of rows on both sides of the switch, and of packed documents, as if each were alone."""
     lengths = (13, SWITCH, SWITCH + 1, 40)
     rows = [prompt(1, n, seed=n)[0] for n in lengths]
@@ -164,8 +160,3 @@ def _shards(rank, world, family):
             if world > 1:
                 dist.all_reduce(got)
             assert (got - want).abs().max() <= 2e-4 * want.abs().max() + 1e-7
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_training_on_shards(family):
-    run_distributed(_shards, 2, family)
