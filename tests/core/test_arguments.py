@@ -74,17 +74,14 @@ def test_what_is_no_integer(bad):
             TreeConfig(head_chunks=bad)
 
 
-def _shards(rank, world):
+@on_ranks(2)
+def test_shards_are_joined_again(rank, world):
     x = torch.arange(12.0)[:, None]
     for seq_len, layout in ((8, [5, 3]), (8, (INT(5), INT(3))), (12, "zigzag"), (11, "contiguous"), (1, "contiguous")):
         mine = shard_sequence(x[:seq_len], dist.group.WORLD, 0, layout)
         assert torch.equal(mine, x[shard_positions(seq_len, rank, world, layout)])
         assert torch.equal(unshard_sequence(mine, dist.group.WORLD, 0, layout, seq_len), x[:seq_len])
-    return torch.equal(unshard_sequence(x[: 5 - 2 * rank], dist.group.WORLD, 0, [(5, 3), [5, 3]][rank])[:5], x[:5])
-
-
-def test_shards_are_joined_again():
-    assert all(run_distributed(_shards, 2))
+    assert torch.equal(unshard_sequence(x[: 5 - 2 * rank], dist.group.WORLD, 0, [(5, 3), [5, 3]][rank])[:5], x[:5])
 
 
 def test_segments_and_runs_of_several_ranks():
@@ -158,7 +155,8 @@ def test_padding_after_the_documents_is_no_document():
     assert packed_layout([0, 4], num_rows=6) == Packed((4, 0), (4, 2))
 
 
-def _heads_on_one_rank(rank, world):
+@on_ranks(3)
+def test_all_heads_everywhere_where_one_rank_has_them_by_its_share(rank, world):
     """Rank 0 has all heads by its share: the others may pass none, or all."""
     worst = 0.0
     q, k, v = decode_inputs(2, 1, 4 * world, (2, 1))
@@ -176,8 +174,4 @@ def _heads_on_one_rank(rank, world):
             out = tree_prefill(queries, k[:, own], v[:, own], **chunk, **call)
             assert out.shape == (2, 1, shares[rank], 8)
             worst = largest((worst, *(out - truth[:, :, : shares[rank]]).abs().flatten()))
-    return worst
-
-
-def test_all_heads_everywhere_where_one_rank_has_them_by_its_share():
-    assert largest(run_distributed(_heads_on_one_rank, 3)) < 1e-12
+    assert worst < 1e-12, worst

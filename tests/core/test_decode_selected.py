@@ -12,7 +12,7 @@ from megatron_tree.config import DECODE_SCHEDULES, SELECT_SCHEDULES
 from megatron_tree.kernels import KVCache
 from megatron_tree.plan import plan_select
 from support.decoding import decode_inputs, same_everywhere
-from support.ranks import largest, run_distributed
+from support.ranks import largest, on_ranks, run_distributed
 from support.rounding import error, rounding
 from support.selection import chosen_by_all, held, in_pages, index_inputs, oracle, oracle_keep, positions_of
 
@@ -37,7 +37,9 @@ def unread(x, rows):
     return x.masked_fill(~kept[:, :-1, None, None], float("nan"))
 
 
-def _select(rank, world, transport):
+@pytest.mark.parametrize(("world", "transport"), [(1, "auto"), (2, "auto"), (3, "direct"), (4, "builtin"), (4, "shm")])
+@on_ranks()
+def test_selected_keys_are_the_oracles(rank, world, transport):
     """Every schedule, dense and in pages: the oracle's keys on some rank each, attention to them, the same bits."""
     worst, group = 0.0, dist.group.WORLD
     config = TreeConfig(transport=transport, timeout_s=60)
@@ -63,15 +65,12 @@ def _select(rank, world, transport):
         seen = dict(q_positions=q_positions, cache_positions=at, cache_seqlens=lengths, block_table=table)
         of_pages = tree_select(*index[:2], pages, **seen, **call)
         assert torch.equal(of_pages, rows)
-    return worst
+    assert worst < rounding(TOTAL), worst
 
 
-@pytest.mark.parametrize(("world", "transport"), [(1, "auto"), (2, "auto"), (3, "direct"), (4, "builtin"), (4, "shm")])
-def test_selected_keys_are_the_oracles(world, transport):
-    assert largest(run_distributed(_select, world, transport)) < rounding(TOTAL)
-
-
-def _layers(rank, world):
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_layers_that_select_their_own_keys(rank, world):
     """The layers of a step share a plan, whatever each selects; every schedule; heads that are split over the ranks."""
     group, worst, step = dist.group.WORLD, 0.0, DecodeStep()
     options = DecodeOptions(comm.Ranks.of(group, config=TreeConfig(timeout_s=60)))
@@ -94,12 +93,7 @@ def _layers(rank, world):
         out = tree_decode(q[:, :, mine], local_k, local_v, **call)
         worst = largest((worst, error(out, truth[:, :, mine])))
     assert len(step._known) == world, "with 2 ranks the shards of seed 0 have another length"
-    return worst
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_layers_that_select_their_own_keys(world):
-    assert largest(run_distributed(_layers, world)) < rounding(TOTAL)
+    assert worst < rounding(TOTAL), worst
 
 
 BATCH, WIDE, MANY = 5, 32, 128  # rows of one query, and keys of each

@@ -12,7 +12,7 @@ from megatron_tree.attention import selection
 from megatron_tree.attention.selection import Blocks, tree_select_prefill
 from megatron_tree.comm import traffic
 from megatron_tree.config import TreeConfig
-from support.ranks import on_ranks, run_distributed
+from support.ranks import on_ranks
 
 SEQ, TOPK, HEADS, DIM, SCALE = 48, 3, 5, 4, 0.5
 
@@ -71,9 +71,11 @@ def test_over_ranks(rank, world, size):
         assert _sets(selected) == [want[row][i] for row in range(2) for i in rows.tolist()], layout
 
 
-def _documents(rank, world, size):
+@pytest.mark.parametrize("world", [1, 2, 4])
+@on_ranks()
+def test_packed_documents(world):
     """Some are shorter than a block, and one is cut."""
-    lengths = (1, 31, 2, 8, 5, 3)
+    size, lengths = 3, (1, 31, 2, 8, 5, 3)
     index = [x[:1, : sum(lengths)] for x in _index(64)]
     layout = dispatch_documents([0, *torch.tensor(lengths).cumsum(0).tolist()], dist.group.WORLD)
     mine = [shard_sequence(x, dist.group.WORLD, 1, layout) for x in index]
@@ -84,11 +86,6 @@ def _documents(rank, world, size):
     want = [seen for document in zip(*parts) for seen in _wanted(document, size)[0]]
     for row, i in enumerate(of_rows):
         assert i < 0 or found[row] == want[i], i
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_packed_documents(world):
-    run_distributed(_documents, world, 3)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

@@ -73,7 +73,8 @@ def test_low_precision_within_the_rule(world, dtype):
             assert out <= 2 and largest(grads) <= 3, (label, out, grads)
 
 
-def _recompute(rank, world):
+@on_ranks(4)
+def test_recomputation_gives_the_same_bits(rank, world):
     from torch.utils.checkpoint import checkpoint
 
     inputs = make_inputs(4 * world, (4, 2))
@@ -84,11 +85,7 @@ def _recompute(rank, world):
         call = lambda q, k, v: tree_attn_func(q, k, v, cp_group=dist.group.WORLD)  # noqa: E731
         out = checkpoint(call, q, k, v, use_reentrant=False) if wrap else call(q, k, v)
         results.append([out.detach(), *torch.autograd.grad((out * dout).sum(), (q, k, v))])
-    return all(torch.equal(a, b) for a, b in zip(*results))
-
-
-def test_recomputation_gives_the_same_bits():
-    assert all(run_distributed(_recompute, 4))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
 @on_ranks(6)

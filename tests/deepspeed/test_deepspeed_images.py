@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from support.ranks import on_ranks, run_distributed
+from support.ranks import on_ranks
 from support.trainers import ADDRESS
 
 pytest.importorskip("deepspeed")
@@ -69,15 +69,19 @@ def test_zero_3(name):
     _compare(losses, parameters(model, 3), _plain(name))
 
 
-def _trained(rank, world, name, folder):
+@pytest.mark.slow
+@pytest.mark.supports("`transformers.Trainer`", with_="images: training; 2 ranks")
+@on_ranks(2, fresh=True, env=ADDRESS)
+def test_trainer(world, tmp_path):
     from megatron_tree.integrations.transformers.trainer import Trainer
 
+    name = "qwen3_vl"
     model, batch = image_model(name, torch.float32), _batch(name)
     options = {"per_device_train_batch_size": 2, "remove_unused_columns": False, "max_grad_norm": 0.0, "use_cpu": True}
     options |= {"logging_steps": 1, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "max_steps": STEPS}
     trainer = Trainer(
         model=model,
-        args=transformers.TrainingArguments(str(folder), **options, lr_scheduler_type="constant"),
+        args=transformers.TrainingArguments(str(tmp_path), **options, lr_scheduler_type="constant"),
         train_dataset=[{"row": i} for i in range(8)],
         data_collator=lambda rows: dict(batch),
         optimizers=(_sgd(model), None),
@@ -86,9 +90,3 @@ def _trained(rank, world, name, folder):
     trainer.train()
     losses = [x["loss"] for x in trainer.state.log_history if "loss" in x]
     _compare(losses, dict(model.named_parameters()), _plain(name))
-
-
-@pytest.mark.slow
-@pytest.mark.supports("`transformers.Trainer`", with_="images: training; 2 ranks")
-def test_trainer(tmp_path):
-    run_distributed(_trained, 2, "qwen3_vl", tmp_path, fresh=True, env=ADDRESS)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import largest, run_distributed
+from support.ranks import largest, on_ranks, run_distributed
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("transformers")
@@ -270,10 +270,11 @@ def test_bytes_of_norms_over_heads_of_several_ranks():
             assert own - without == (world - 1) * layers * num_groups * 4
 
 
-def _served(rank, world, name):
+@on_ranks(2, fresh=True)
+def test_served_together(rank):
     """Rows that go on with another's text, and several answers of one prompt, over parts of the states."""
     requests = [request(length, NEW) for length in (5, 9, 5)] + [request(7, NEW, n=2)]
-    model = random_model(name)
+    model = random_model("qwen3_next")
     want = [plain(model, r.prompt[None], NEW)[0][0].tolist() for r in requests]
     runner = _engine(model).new_runner()
     scheduler = Scheduler(runner, max_rows=4, max_waiting=8, keep_bytes=1 << 20)
@@ -286,25 +287,13 @@ def _served(rank, world, name):
     assert tokens_of(events[-1], 1) == want[-1]
 
 
-def test_served_together():
-    run_distributed(_served, 2, "qwen3_next", fresh=True)
-
-
-def _refusals(rank, world):
-    said = []
-    for name, changes, options in (
-        ("qwen3_next", {"linear_num_key_heads": 1, "linear_num_value_heads": 2}, {}),
-        ("qwen3_next", {}, {"queries": "repeated"}),
-        ("qwen3_next", {"dtype": torch.bfloat16}, {}),
-    ):
-        with pytest.raises(ValueError) as error:
-            _engine(random_model(name, **changes), **options)
-        said.append(str(error.value))
-    return said
-
-
+@on_ranks(4, fresh=True)
 def test_refusals():
-    for said in run_distributed(_refusals, 4, fresh=True):
-        assert "linear_attn: 2 value heads (1 key heads) on 4 ranks" in said[0] and "start 2 ranks or fewer" in said[0]
-        assert "queries='repeated' can't split" in said[1]
-        assert "experts.gate_up_proj: 16 neurons in units of 8 are too few for all ranks" in said[2]
+    heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+    for changes, options, message in (
+        (heads, {}, r"(?s)linear_attn: 2 value heads \(1 key heads\) on 4 ranks.*start 2 ranks or fewer"),
+        ({}, {"queries": "repeated"}, "queries='repeated' can't split"),
+        ({"dtype": torch.bfloat16}, {}, "experts.gate_up_proj: 16 neurons in units of 8 are too few for all ranks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            _engine(random_model("qwen3_next", **changes), **options)

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from support.ranks import largest, run_distributed
+from support.ranks import largest, on_ranks, run_distributed
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("transformers")
@@ -76,7 +76,8 @@ def test_logits_of_all_forms_and_the_chosen_one_sends_least(world, families):
     _check_forms(world, families)
 
 
-def _memory_and_order(rank, world):
+@on_ranks(2, fresh=True)
+def test_one_layer_is_whole_and_the_next_one_is_under_way(world):
     """By layer while its MLP runs: the bytes of parameters beyond the pieces, and layers whose gathers have begun."""
     from megatron_tree import comm
     from megatron_tree.cache.gathered import num_words
@@ -97,12 +98,7 @@ def _memory_and_order(rank, world):
     own.forced, runner = True, engine.new_runner()
     with comm.record() as sent:
         runner.prefill(runner.add(), prompt(1, TOKENS)[0])
-    return seen, beyond
-
-
-def test_one_layer_is_whole_and_the_next_one_is_under_way():
-    for seen, beyond in run_distributed(_memory_and_order, 2, fresh=True):
-        assert seen == [(beyond, 2), (beyond, 3), (beyond, 3)]
+    assert seen == [(beyond, 2), (beyond, 3), (beyond, 3)], (seen, beyond)
 
 
 def _a_rank_fails(rank, world):

@@ -134,7 +134,48 @@ def compare(mine, whole, rows, k_rows, real=None):
     return worst
 
 
-def _masks(rank, world):
+def dense_with_gradients(inputs, hidden):
+    """[out, dq, dk, dv] of dense attention in float64; hidden [b, 1, s_q or 1, s_k]. Rows that see nothing see all."""
+    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+    out = dense(*leaves, scale=8**-0.5, hidden=hidden & ~hidden.all(-1, keepdim=True))
+    return [out.detach(), *torch.autograd.grad((out * inputs[3]).sum(), leaves)]
+
+
+def test_masks_of_a_loader_that_makes_causal_ones_are_not_read(monkeypatch):
+    arguments = types.SimpleNamespace(reset_attention_mask=False)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", types.SimpleNamespace(_GLOBAL_ARGS=arguments))
+    module, tensors = core_attention(), qkv()
+    unread = torch.zeros(1, dtype=torch.bool)
+    assert torch.equal(module(*tensors, unread), module(*tensors))
+    arguments.reset_attention_mask = True
+    with pytest.raises(ValueError, match="attention_mask"):
+        module(*tensors, unread)
+
+
+@pytest.mark.supports("hybrid context parallelism", with_="batches over 1 and 2 of 4 ranks, sbhd and thd")
+@on_ranks(4)
+def test_batches_over_ranks_of_their_own(rank, world):
+    """A batch over ranks of its own, as hybrid context parallelism makes them; cp_comm_type is as of all ranks."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    bounds, errors = torch.tensor([0, SEQ]), {}
+    want = run_core(inputs_of(batch=1), 1)
+    for size, group in ((2, pairs[rank // 2]), (1, None)):
+        rows = shard_positions(SEQ, rank % size, size)
+        for form, name in itertools.product(("sbhd", "thd"), ("tree", "p2p", "all_gather", "a2a")):
+            packed = PackedSeqParams(form, bounds, bounds, max_seqlen_q=SEQ, max_seqlen_kv=SEQ, local_cp_size=size)
+            packed.cp_group = group
+            inputs = [x.flatten(0, 1) if form == "thd" else x for x in inputs_of(batch=1)]
+            found = run_core(inputs, world, rows, rows, packed_seq_params=packed, name=name)
+            whole = [x.view(len(x), *y.shape[1:]) for x, y in zip(want, found)]
+            errors[size, form, name] = compare(found, whole, rows, rows)
+    assert len(errors) == 16 and largest(errors.values()) < 1e-12, errors
+
+
+@pytest.mark.supports("attention_mask", with_="causal, padding, both; cp = 4")
+@pytest.mark.supports("cross attention", with_="padded keys of another length; cp = 4")
+@pytest.mark.parametrize("world", [1, 4])
+@on_ranks()
+def test_masks_are_read_as_lengths(rank, world):
     """Padding masks in all their shapes, with and without causality, self and cross attention."""
     rows = shard_positions(SEQ, rank, world)
     hidden = key_padding()
@@ -173,56 +214,7 @@ def _masks(rank, world):
     for name, share in (("all keys", pad), ("local keys", pad[..., k_rows])):
         options = dict(attn_mask_type=padding, attention_mask=share, cross=True)
         errors["cross", name] = compare(run_core(inputs, world, rows, k_rows, **options), want, rows, k_rows)
-    return errors
-
-
-def dense_with_gradients(inputs, hidden):
-    """[out, dq, dk, dv] of dense attention in float64; hidden [b, 1, s_q or 1, s_k]. Rows that see nothing see all."""
-    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
-    out = dense(*leaves, scale=8**-0.5, hidden=hidden & ~hidden.all(-1, keepdim=True))
-    return [out.detach(), *torch.autograd.grad((out * inputs[3]).sum(), leaves)]
-
-
-def test_masks_of_a_loader_that_makes_causal_ones_are_not_read(monkeypatch):
-    arguments = types.SimpleNamespace(reset_attention_mask=False)
-    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", types.SimpleNamespace(_GLOBAL_ARGS=arguments))
-    module, tensors = core_attention(), qkv()
-    unread = torch.zeros(1, dtype=torch.bool)
-    assert torch.equal(module(*tensors, unread), module(*tensors))
-    arguments.reset_attention_mask = True
-    with pytest.raises(ValueError, match="attention_mask"):
-        module(*tensors, unread)
-
-
-def _own_group(rank, world):
-    """A batch over ranks of its own, as hybrid context parallelism makes them; cp_comm_type is as of all ranks."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    bounds, errors = torch.tensor([0, SEQ]), {}
-    want = run_core(inputs_of(batch=1), 1)
-    for size, group in ((2, pairs[rank // 2]), (1, None)):
-        rows = shard_positions(SEQ, rank % size, size)
-        for form, name in itertools.product(("sbhd", "thd"), ("tree", "p2p", "all_gather", "a2a")):
-            packed = PackedSeqParams(form, bounds, bounds, max_seqlen_q=SEQ, max_seqlen_kv=SEQ, local_cp_size=size)
-            packed.cp_group = group
-            inputs = [x.flatten(0, 1) if form == "thd" else x for x in inputs_of(batch=1)]
-            found = run_core(inputs, world, rows, rows, packed_seq_params=packed, name=name)
-            whole = [x.view(len(x), *y.shape[1:]) for x, y in zip(want, found)]
-            errors[size, form, name] = compare(found, whole, rows, rows)
-    return errors
-
-
-@pytest.mark.supports("hybrid context parallelism", with_="batches over 1 and 2 of 4 ranks, sbhd and thd")
-def test_batches_over_ranks_of_their_own():
-    for errors in run_distributed(_own_group, 4):
-        assert len(errors) == 16 and largest(errors.values()) < 1e-12, errors
-
-
-@pytest.mark.supports("attention_mask", with_="causal, padding, both; cp = 4")
-@pytest.mark.supports("cross attention", with_="padded keys of another length; cp = 4")
-@pytest.mark.parametrize("world", [1, 4])
-def test_masks_are_read_as_lengths(world):
-    for errors in run_distributed(_masks, world):
-        assert largest(errors.values()) < 1e-12, errors
+    assert largest(errors.values()) < 1e-12, errors
 
 
 @on_ranks(4)

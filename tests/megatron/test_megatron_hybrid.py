@@ -17,7 +17,7 @@ from support.core_attention import config
 from support.megatron_hybrid import build_hybrid, mamba_chunk_scan_combined, mixers_in_torch, run_hybrid
 from support.megatron_models import Case, check, megatron, run_all
 from support.megatron_release import GDN
-from support.ranks import run_distributed
+from support.ranks import on_ranks, run_distributed
 
 MAMBA, GATED = "M*-M", "G*G"
 
@@ -95,8 +95,10 @@ def _mixer(model):
     return layer.self_attention if hasattr(layer, "self_attention") else layer.mixer
 
 
-def _own_batch(rank, world, pattern):
-    """The worst difference between a rank's own batch, sbhd and thd, and the same on one rank."""
+@pytest.mark.parametrize("pattern", [MAMBA, GATED])
+@on_ranks(2)
+def test_batches_over_fewer_ranks(rank, world, pattern):
+    """Hybrid context parallelism: a batch may lie on one of the ranks alone, sbhd and thd."""
     x, outs = torch.randn(12, 1, 64, generator=torch.Generator().manual_seed(rank)), []
     bounds = torch.tensor([0, len(x)])
     for size, form in ((1, None), (world, "sbhd"), (world, "thd")):
@@ -104,16 +106,13 @@ def _own_batch(rank, world, pattern):
         packed = PackedSeqParams(form, bounds, bounds, **lengths) if form else None
         with megatron(tp=1, pp=1, cp=size), mixers_in_torch(), torch.no_grad():
             outs.append(_mixer(build_hybrid(Case(cp=size), pattern))(x, None, packed_seq_params=packed)[0])
-    return max(float((out - outs[0]).abs().max() / outs[0].abs().max()) for out in outs)
+    worst = max(float((out - outs[0]).abs().max() / outs[0].abs().max()) for out in outs)
+    assert worst < 1e-5, worst
 
 
 @pytest.mark.parametrize("pattern", [MAMBA, GATED])
-def test_batches_over_fewer_ranks(pattern):
-    """Hybrid context parallelism: a batch may lie on one of the ranks alone."""
-    assert max(run_distributed(_own_batch, 2, pattern)) < 1e-5
-
-
-def _stored(rank, world, pattern):
+@on_ranks(2)
+def test_checkpoints_are_those_of_megatron(world, pattern):
     """Keys and shapes in a checkpoint: ours (cp) and Megatron's own (cp = 1)."""
     from megatron.core import parallel_state
 
@@ -125,14 +124,9 @@ def _stored(rank, world, pattern):
             stored.append(
                 {key: (item.key, tuple(item.data.shape)) for key, item in state.items() if item.data is not None}
             )
-    return stored
-
-
-@pytest.mark.parametrize("pattern", [MAMBA, GATED])
-def test_checkpoints_are_those_of_megatron(pattern):
-    for ours, megatrons in run_distributed(_stored, 2, pattern):
-        assert ours == megatrons
-        assert any(key.endswith("in_proj.weight") for key in ours)
+    ours, megatrons = stored
+    assert ours == megatrons, (ours, megatrons)
+    assert any(key.endswith("in_proj.weight") for key in ours), (ours, megatrons)
 
 
 def _refused(rank, world):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from support.limits import files_of_at_most
-from support.ranks import largest, run_distributed
+from support.ranks import largest, on_ranks, run_distributed
 
 pytest.importorskip("transformers")
 
@@ -41,7 +41,9 @@ def _length(runner):
     return row.length
 
 
-def _turns(rank, world, family):
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@on_ranks(2)
+def test_only_new_tokens_are_prefilled(rank, family):
     from megatron_tree.integrations.transformers.attention import TreeCache
     from megatron_tree.integrations.transformers.runner import Runner
 
@@ -66,14 +68,9 @@ def _turns(rank, world, family):
     assert _length(runner) == len(conversation.held) == len(first) + 2
     assert conversation.held == first + want[:2]
     assert (cut.tokens, cut.finish_reason) == (want[:3], "cancelled")
-    return [(a.new_tokens, a.finish_reason, len(a.step_s)) for a in found]
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_only_new_tokens_are_prefilled(family):
-    for figures in run_distributed(_turns, 2, family):
-        # the last token of an answer is not in the cache yet; a window that has moved on begins anew
-        assert figures == [(45, "length", 5), (31, "length", 5), (50 if family == "mistral" else 30, "length", 5)]
+    # the last token of an answer is not in the cache yet; a window that has moved on begins anew
+    figures = [(a.new_tokens, a.finish_reason, len(a.step_s)) for a in found]
+    assert figures == [(45, "length", 5), (31, "length", 5), (50 if family == "mistral" else 30, "length", 5)], figures
 
 
 def test_an_answer_keeps_its_tokens_until_reset():

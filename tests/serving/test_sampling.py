@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_distributed
+from support.ranks import on_ranks
 
 pytest.importorskip("transformers")
 
@@ -139,7 +139,12 @@ def test_tokens_depend_on_the_seed_and_the_sample_alone():
     assert len({derived_seed(s, i) for s in range(20) for i in range(20)}) == 400
 
 
-def _shared(rank, world):
+def _raise(error):
+    raise error
+
+
+@on_ranks(2)
+def test_values_and_errors_of_rank_0_are_those_of_all_ranks(rank):
     ranks = Ranks.of(dist.group.WORLD)
     values = [None, {"steps": []}, "x" * (PACKET - 10), "x" * (PACKET - 9), list(range(5000)), "ü€👍"]
     for value in values:
@@ -152,12 +157,3 @@ def _shared(rank, world):
             share_check(lambda error=error: _raise(error), ranks)
     with pytest.raises(TreeError if rank else ZeroDivisionError):
         share_check(lambda: 1 // 0, ranks)
-    return "all values"
-
-
-def _raise(error):
-    raise error
-
-
-def test_values_and_errors_of_rank_0_are_those_of_all_ranks():
-    assert run_distributed(_shared, 2) == ["all values"] * 2

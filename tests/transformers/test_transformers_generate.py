@@ -134,24 +134,21 @@ def test_beam_search(world):
     assert torch.equal(model.generate(ids, past_key_values=cache, **options), want)
 
 
-def _other_caches(rank, world):
-    """What is said of options with which `generate` runs the model beside the cache, and whether it ran before."""
-    model, ids, said = tiny_model("llama"), prompt(1, 9), []
+@on_ranks(2)
+def test_options_that_need_another_cache_are_refused(world):
+    """Options with which `generate` runs the model beside the cache, before it does."""
+    model, ids = tiny_model("llama"), prompt(1, 9)
     model.set_attn_implementation("tree")
-    for options in ({"guidance_scale": 1.5}, {"assistant_early_exit": 1}):
+    for options, message in (
+        ({"guidance_scale": 1.5}, "guidance_scale=1.5: generate would run the model over a second cache"),
+        ({"assistant_early_exit": 1}, "assistant_early_exit=1"),
+    ):
         cache = tree_hf.TreeCache(model.config, cp_group=_group(world))
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match=message):
             model.generate(ids, past_key_values=cache, max_new_tokens=2, do_sample=False, **options)
-        said.append((str(error.value), cache.get_seq_length()))
+        assert cache.get_seq_length() == 0
     cache = tree_hf.TreeCache(model.config, cp_group=_group(world))
     model.generate(ids, past_key_values=cache, max_new_tokens=2, do_sample=False, guidance_scale=1.0)
-    return said
-
-
-def test_options_that_need_another_cache_are_refused():
-    for guidance, early in run_distributed(_other_caches, 2):
-        assert "guidance_scale=1.5: generate would run the model over a second cache" in guidance[0]
-        assert "assistant_early_exit=1" in early[0] and guidance[1] == early[1] == 0
 
 
 @on_ranks(2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import on_ranks, run_distributed
+from support.ranks import on_ranks
 
 pytest.importorskip("transformers")
 
@@ -63,7 +63,11 @@ def test_generation(name):
         assert_logits(found[1], logits, what)
 
 
-def _rows(rank, world, name, folder):
+@pytest.mark.parametrize(
+    "name", [name if name == "qwen3_next" else pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS]
+)
+@on_ranks(2)
+def test_rows(name, tmp_path):
     """Rows of a runner: prefilled together, run together, copied, saved, and as they were after a failure."""
     model = random_model(name)
     fingerprint = model_fingerprint(model)
@@ -92,9 +96,9 @@ def _rows(rank, world, name, folder):
     cache = runner.cache
     cache.rows = [rows[1], rows[2]]
     held = [texts[1], torch.cat((texts[2], texts[2][:2]))]
-    cache.save(folder, held, fingerprint=fingerprint)
+    cache.save(tmp_path / "saved", held, fingerprint=fingerprint)
     loaded = _cache(model, dist.group.WORLD)
-    assert all(map(torch.equal, loaded.load(folder, fingerprint=fingerprint), held))
+    assert all(map(torch.equal, loaded.load(tmp_path / "saved", fingerprint=fingerprint), held))
     again = tree_hf.Runner(model, loaded)
     logits = again.step(loaded.rows, torch.stack((texts[1][:1], texts[2][2:3])))
     check(logits[0, 0], 1, 9, "loaded")
@@ -102,13 +106,6 @@ def _rows(rank, world, name, folder):
     loaded.store.book.rows[loaded.rows[0]].state = None
     with pytest.raises(ValueError, match="the state of the recurrent layers is missing"):
         again.step(loaded.rows[:1], texts[1][1:2, None])
-
-
-@pytest.mark.parametrize(
-    "name", [name if name == "qwen3_next" else pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS]
-)
-def test_rows(name, tmp_path):
-    run_distributed(_rows, 2, name, tmp_path / "saved")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import on_ranks, run_distributed
+from support.ranks import on_ranks
 
 pytest.importorskip("transformers")
 
@@ -83,9 +83,11 @@ def test_layers_that_share_keys_and_values_are_refused():
         tree_hf.TreeCache(config)
 
 
-def _eight_bits(rank, world, name, dtype):
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+@on_ranks(2)
+def test_caches_in_eight_bits(dtype):
     """A cache in 8 bits, whose index keys are not: near to the plain model, and the same on any number of ranks."""
-    model, ids = _model(name), prompt(2, 37)
+    model, ids = _model("deepseek_v32"), prompt(2, 37)
     want = plain(model, ids, 1)[1]
     model.set_attn_implementation("tree")
     found = []
@@ -99,19 +101,11 @@ def _eight_bits(rank, world, name, dtype):
     assert float((found[0] - want).abs().max() / want.abs().max()) < {"int8": 0.2, "fp8": 1.0}[dtype]
 
 
-@pytest.mark.parametrize("dtype", ["int8", "fp8"])
-def test_caches_in_eight_bits(dtype):
-    run_distributed(_eight_bits, 2, "deepseek_v32", dtype)
-
-
-def _rows(rank, world, name, folder):
-    check_rows(_model(name), folder)
-
-
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", FAST)
-def test_rows(name, world, tmp_path):
-    run_distributed(_rows, world, name, tmp_path / "saved")
+@on_ranks()
+def test_rows(world, name, tmp_path):
+    check_rows(_model(name), tmp_path / "saved")
 
 
 class Counting(tree_hf.Runner):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from support.deepspeed_cases import Case
-from support.ranks import largest, run_distributed
+from support.ranks import largest, on_ranks, run_distributed
 
 pytest.importorskip("transformers")
 
@@ -220,8 +220,8 @@ def test_a_checkpoint_is_resumed_on_another_mesh(tmp_path):
             assert max(apart) < SAME, (other, apart)
 
 
-def _of_other_ranks(rank, world):
-    """What is said of wrappers and meshes of other ranks than all."""
+@on_ranks(4)
+def test_wrappers_and_meshes_of_other_ranks_are_refused():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn.parallel import DistributedDataParallel
@@ -231,41 +231,28 @@ def _of_other_ranks(rank, world):
     ids, policy = torch.arange(1, 17).view(1, -1), MixedPrecisionPolicy(torch.float32)
     batch = {"input_ids": ids, "labels": ids}
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
-    said = []
-
-    def note(**options):
-        with pytest.raises(ValueError) as error:
+    for options, message in (
+        ({"mesh": mesh["sp"]}, "not all 4 of them: pass the mesh of the whole job"),
+        ({"mesh": mesh, "sp_size": 2}, "sp_size=2 and a mesh: pass one of them"),
+        ({"mesh": (2, 2)}, r"mesh=\(2, 2\) must be a DeviceMesh or None"),
+    ):
+        with pytest.raises(ValueError, match=message):
             register_sequence_parallel(Case(sp=1, zero=0).model(), **options)
-        said.append(str(error.value))
-
-    note(mesh=mesh["sp"])
-    note(mesh=mesh, sp_size=2)
-    note(mesh=(2, 2))
-    for wrap in (
-        lambda model: DistributedDataParallel(model, process_group=mesh.get_group("dp")),
-        lambda model: fully_shard(model, mesh=mesh["dp"], mp_policy=policy),
-        lambda model: fully_shard([fully_shard(model.model.layers[1].mlp.up_proj), model][1], mp_policy=policy),
+    for message, wrap in (
+        (
+            "averages gradients over 2 of 4 ranks: leave out its process_group",
+            lambda model: DistributedDataParallel(model, process_group=mesh.get_group("dp")),
+        ),
+        ("give fully_shard a mesh of all 4", lambda model: fully_shard(model, mesh=mesh["dp"], mp_policy=policy)),
+        (
+            "up_proj of a LlamaMLP is sharded by itself",
+            lambda model: fully_shard([fully_shard(model.model.layers[1].mlp.up_proj), model][1], mp_policy=policy),
+        ),
     ):
         model = Case(sp=1, zero=0).model()
         parallel = register_sequence_parallel(model, mesh=mesh, mlp_tile=3)
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match=message):
             wrap(model)(**parallel.shard_batch(batch))
-        said.append(str(error.value))
-    return said
-
-
-def test_wrappers_and_meshes_of_other_ranks_are_refused():
-    wanted = (
-        "not all 4 of them: pass the mesh of the whole job",
-        "sp_size=2 and a mesh: pass one of them",
-        "mesh=(2, 2) must be a DeviceMesh or None",
-        "averages gradients over 2 of 4 ranks: leave out its process_group",
-        "give fully_shard a mesh of all 4",
-        "up_proj of a LlamaMLP is sharded by itself",
-    )
-    for said in run_distributed(_of_other_ranks, 4):
-        for text, want in zip(said, wanted, strict=True):
-            assert want in text
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import on_ranks, run_distributed
+from support.ranks import on_ranks
 
 pytest.importorskip("transformers")
 
@@ -50,17 +50,6 @@ def test_caches_in_eight_bits():
     assert float((found[0][:, :1] - want).abs().max() / want.abs().max()) < 0.2
 
 
-def _rows(rank, world, folder):
-    """Without recurrent layers, whose states can't go back."""
-    layers = {
-        "layer_types": ["indexed_attention"] * 3,
-        "indexer_compress_ratio": 4,
-        "indexer_budget": 8,
-        "ple_layer_ids": [],
-    }
-    check_rows(random_model("qwen4_exp_text", **layers), folder, page_size=8)
-
-
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("name", _cases("generate and model.generate; 1, 2 and 4 ranks"))
 @on_ranks()
@@ -75,8 +64,16 @@ def test_training(name):
     check_trained(lambda: random_model(name, indexer_compress_ratio=4, indexer_budget=8))
 
 
+@on_ranks(2)
 def test_rows(tmp_path):
-    run_distributed(_rows, 2, tmp_path / "saved")
+    """Without recurrent layers, whose states can't go back."""
+    layers = {
+        "layer_types": ["indexed_attention"] * 3,
+        "indexer_compress_ratio": 4,
+        "indexer_budget": 8,
+        "ple_layer_ids": [],
+    }
+    check_rows(random_model("qwen4_exp_text", **layers), tmp_path / "saved", page_size=8)
 
 
 def test_evaluation_without_a_cache():

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from support.ranks import run_distributed
+from support.ranks import on_ranks, run_distributed
 
 pytest.importorskip("transformers")
 
@@ -148,8 +148,11 @@ def test_architectures(name):
             assert_near(mine, grad, length=10_000)
 
 
-def _groups(rank, world, checkpointing):
-    """Two sequence groups of two ranks, which get different trees."""
+@pytest.mark.parametrize("checkpointing", [False, True])
+@on_ranks(4)
+def test_data_and_sequence_parallel(checkpointing):
+    """Two sequence groups of two ranks, which get different trees: with DDP, a loss in tiles, and layers that are run
+    again in the backward."""
     plain = _model("llama")
     model = copy.deepcopy(plain).train()
     parallel = tree_hf.register_sequence_parallel(model, sp_size=2, loss_tile=3)
@@ -164,13 +167,6 @@ def _groups(rank, world, checkpointing):
     assert_near(loss, expected, length=1000)
     for mine, grad in zip(_gradients(model, loss), _gradients(plain, expected), strict=True):
         assert_near(mine, grad, length=1000)
-    return True
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_data_and_sequence_parallel(checkpointing):
-    """With DDP, a loss in tiles, and layers that are run again in the backward."""
-    assert all(run_distributed(_groups, 4, checkpointing))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import on_ranks, run_distributed
+from support.ranks import on_ranks
 
 pytest.importorskip("transformers")
 
@@ -59,7 +59,9 @@ def _distance(model, want, world):
     return float((apart[0] / apart[1]).sqrt())
 
 
-def _in_bf16(rank, world, name):
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "jamba"])
+@on_ranks(2)
+def test_bf16_is_as_far_from_fp32_as_on_one_rank(world, name):
     """How far bf16 gradients are from those in fp32: of one rank, and of all."""
     ids, apart = prompt(2, 100), []
     batch = {"input_ids": ids, "labels": ids}
@@ -72,16 +74,12 @@ def _in_bf16(rank, world, name):
         own = tree_hf.shard_batch(batch, cp_group=dist.group.WORLD) if shared else batch | {"use_cache": False}
         model(**own).loss.backward()
         apart.append(_distance(model, gradients(wanted), world if shared else 1))
-    return apart
+    of_one, of_all = apart
+    assert 0 < of_all < 2.5 * of_one, (of_one, of_all)  # the roundings of a few tokens are most of it
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "jamba"])
-def test_bf16_is_as_far_from_fp32_as_on_one_rank(name):
-    for of_one, of_all in run_distributed(_in_bf16, 2, name):
-        assert 0 < of_all < 2.5 * of_one  # the roundings of a few tokens are most of it
-
-
-def _bytes(rank, world):
+@on_ranks(4)
+def test_what_is_sent_does_not_depend_on_the_length():
     """What this rank sends in a training step of a model of recurrent layers, for two lengths."""
     sent = []
     for tokens in (64, 256):
@@ -90,12 +88,8 @@ def _bytes(rank, world):
         with record() as calls:
             model(**tree_hf.shard_batch({"input_ids": ids, "labels": ids}, cp_group=dist.group.WORLD)).loss.backward()
         sent.append(sum(call.bytes for call in calls))
-    return sent
-
-
-def test_what_is_sent_does_not_depend_on_the_length():
-    for short, long in run_distributed(_bytes, 4):
-        assert short == long > 0
+    short, long = sent
+    assert short == long > 0, (short, long)
 
 
 def _step(model):

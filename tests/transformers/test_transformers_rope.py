@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import on_ranks, run_distributed
+from support.ranks import on_ranks
 
 pytest.importorskip("transformers")
 
@@ -86,7 +86,8 @@ def test_a_row_that_passes_the_switch_in_both_directions(world):
     check(both[1, -1], torch.cat((text[: SWITCH - 1], text[:1], text[:1])))
 
 
-def _second_turn(rank, world, path):
+@on_ranks(2)
+def test_a_second_turn_passes_the_switch(world, tmp_path):
     model = tiny_model("phi3_longrope")
     first, more = prompt(1, SWITCH - 10), prompt(1, 15, seed=5)
     answer, _ = plain(model, first, NEW)
@@ -96,19 +97,15 @@ def _second_turn(rank, world, path):
     for turn in (tree_hf.generate, None):
         cache = _cache(model, world)
         hf_generate(model, first, NEW, past_key_values=cache)
-        cache.save(path / str(turn is None), [whole[0, : cache.get_seq_length()]], fingerprint="tiny")
+        cache.save(tmp_path / str(turn is None), [whole[0, : cache.get_seq_length()]], fingerprint="tiny")
         again = _cache(model, world)
-        again.load(path / str(turn is None), fingerprint="tiny")
+        again.load(tmp_path / str(turn is None), fingerprint="tiny")
         for held in (cache, again):
             if turn is None:
                 got, _ = hf_generate(model, whole, NEW, past_key_values=held)
             else:
                 got = turn(model, whole, cache=held, max_new_tokens=NEW).tokens
             assert torch.equal(got, want)
-
-
-def test_a_second_turn_passes_the_switch(tmp_path):
-    run_distributed(_second_turn, 2, tmp_path)
 
 
 def test_a_loop_of_ones_own_past_the_switch():
