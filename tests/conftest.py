@@ -1,5 +1,7 @@
 import gc
 import importlib
+import importlib.util
+import itertools
 
 import pytest
 import torch
@@ -8,6 +10,13 @@ import support_matrix
 from support import ranks, turns
 from support.ranks import close_pools, poisoned_empty, seed_everything
 
+FOLDERS = {  # what all tests of a folder need
+    "deepspeed": ("deepspeed", "transformers"),
+    "megatron": ("megatron.core",),
+    "serving": ("transformers",),
+    "training": ("megatron.core",),
+    "transformers": ("transformers",),
+}
 PATIENCE = 4  # slow tests may take so many times as long as others before they count as hung: they run on busy machines
 
 
@@ -38,6 +47,22 @@ def pytest_report_header():
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node):
     node.workerinput["turns"] = turns.new_folder().name
+
+
+def _is_installed(package):
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of what it is a part of
+        return False
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_make_collect_report(collector):
+    """Modules of a folder whose packages are not installed are skipped."""
+    needed = FOLDERS.get(collector.path.parent.name, ()) if isinstance(collector, pytest.Module) else ()
+    for name in itertools.filterfalse(_is_installed, needed):
+        place = str(collector.path), 1, f"Skipped: needs {name}"
+        return pytest.CollectReport(collector.nodeid, "skipped", place, [])
 
 
 def pytest_itemcollected(item):

@@ -3,15 +3,11 @@
 import pytest
 import torch
 
-from support.ranks import on_ranks
-from support.trainers import ADDRESS
-
-pytest.importorskip("deepspeed")
-pytest.importorskip("transformers")
-
 import transformers
 from support.deepspeed_cases import parameters
 from support.hf_images import batches, image_model
+from support.ranks import on_ranks
+from support.trainers import ADDRESS
 
 STEPS, SAME = 4, 1e-6  # of losses; weights have four steps of SGD, whose gradients are sums over all tokens
 

@@ -6,12 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_distributed
-
-pytest.importorskip("deepspeed")
-pytest.importorskip("transformers")
-
 from support.hf_models import hf_generate, left_padded, plain, prompt, tiny_model
+from support.ranks import run_distributed
 
 NEW = 8
 

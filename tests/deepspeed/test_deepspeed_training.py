@@ -6,12 +6,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from support.ranks import largest, run_distributed
-
-pytest.importorskip("deepspeed")
-pytest.importorskip("transformers")
-
 from support.deepspeed_cases import Case, distance_moved, largest_difference, parameters, run_plain, start, train
+from support.ranks import largest, run_distributed
 
 MATRIX = {f"dp {4 // sp} x sp {sp}, ZeRO {zero}": Case(sp=sp, zero=zero) for sp in (1, 2, 4) for zero in range(4)}
 FAST = {

@@ -5,14 +5,10 @@ import types
 import pytest
 import torch
 
-from support.ranks import run_distributed
-
-pytest.importorskip("deepspeed")
-pytest.importorskip("transformers")
-
 from megatron_tree.integrations.transformers import batch_shards, training
 from megatron_tree.integrations.transformers.attention import TreeCache
 from support.hf_models import CONFIGS, VOCAB, prompt, tiny_model
+from support.ranks import run_distributed
 from support.rounding import rounding
 
 IDS = torch.arange(100, 106).expand(2, -1).clone()

@@ -3,13 +3,9 @@
 import pytest
 import torch
 
-from support.ranks import on_ranks
-
-pytest.importorskip("deepspeed")
-pytest.importorskip("transformers")
-
 from support.hf_architectures import assert_logits, random_model
 from support.hf_models import plain, prompt
+from support.ranks import on_ranks
 
 NEW = 6
 

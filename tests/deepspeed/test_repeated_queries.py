@@ -7,14 +7,10 @@ import pytest
 import torch
 import yaml
 
-from support.ranks import largest, run_distributed
-
-pytest.importorskip("deepspeed")
-pytest.importorskip("transformers")
-
 from megatron_tree import TreeConfig
 from megatron_tree.plan import load_topology
 from support.hf_models import hf_generate, left_padded, plain, prompt, tiny_model
+from support.ranks import largest, run_distributed
 
 NEW = 6
 # sinks, biases, windows, experts; q, k and v in one weight; latents

@@ -6,16 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import largest, on_ranks, run_distributed
-
-pytest.importorskip("deepspeed")
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree import TreeConfig, comm
 from megatron_tree.generation.scheduler import Scheduler
 from support.hf_architectures import HYBRIDS, WHOLE, assert_logits, random_model
 from support.hf_models import hf_generate, left_padded, plain, prompt
+from support.ranks import largest, on_ranks, run_distributed
 from support.scheduling import request, serve, tokens_of
 
 NEW = 4

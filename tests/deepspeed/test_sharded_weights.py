@@ -6,13 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import largest, on_ranks, run_distributed
-
-pytest.importorskip("deepspeed")
-pytest.importorskip("transformers")
-
 from megatron_tree import TreeConfig
 from support.hf_models import hf_generate, left_padded, plain, prompt, tiny_model, tree_model
+from support.ranks import largest, on_ranks, run_distributed
 from support.tape import TapedSteps
 
 NEW = 6

@@ -17,9 +17,6 @@ import pytest
 from support.limits import files_of_at_most
 from support.ranks import run_distributed
 
-pytest.importorskip("deepspeed")
-pytest.importorskip("transformers")
-
 REPO = Path(__file__).parents[2]
 SCRIPT = REPO / "launch" / "train_hf.py"
 LAUNCHER = Path(sys.executable).parent / "deepspeed"

@@ -5,12 +5,8 @@ import time
 import pytest
 import torch
 
-from support.ranks import largest, on_ranks, run_distributed
-
-pytest.importorskip("deepspeed")
-pytest.importorskip("transformers")
-
 from support.hf_models import prompt, tiny_model
+from support.ranks import largest, on_ranks, run_distributed
 
 TOKENS = 229
 BLOCK = 2

@@ -8,9 +8,6 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-
-pytest.importorskip("megatron.core")
-
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType

@@ -6,9 +6,6 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-
-pytest.importorskip("megatron.core")
-
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.spec_utils import ModuleSpec
 

@@ -6,9 +6,6 @@ from unittest import mock
 
 import pytest
 import torch
-
-pytest.importorskip("megatron.core")
-
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType

@@ -8,8 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytest.importorskip("megatron.core")
-
 from megatron_tree import prefix_tree, unshard_sequence
 from support.megatron_hybrid import build_hybrid, mixers_in_torch
 from support.megatron_models import Case, build_model, check, gradients_over_cp, megatron, reference_of

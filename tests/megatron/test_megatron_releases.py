@@ -6,9 +6,6 @@ import sys
 import types
 
 import pytest
-
-pytest.importorskip("megatron.core")
-
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import gpt_layer_specs

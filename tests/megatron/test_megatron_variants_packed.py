@@ -8,8 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytest.importorskip("megatron.core")
-
 from megatron_tree import shard_positions
 from support.megatron_hybrid import build_hybrid, mixers_in_torch
 from support.megatron_models import (

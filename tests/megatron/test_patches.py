@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("megatron.core")
-
 from support.megatron_release import compare
 from support.ranks import WORKER_ENV, run_distributed
 

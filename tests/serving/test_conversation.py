@@ -7,11 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.limits import files_of_at_most
-from support.ranks import largest, on_ranks, run_distributed
-
-pytest.importorskip("transformers")
-
 from megatron_tree.generation.conversation import Conversation
 from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.serving.chat import Chat, follow
@@ -19,7 +14,9 @@ from megatron_tree.serving.terminal import Lines, open_input
 from megatron_tree.serving.transcript import Transcript
 from support.hf_models import prompt, tiny_model
 from support.http_server import byte_model, byte_tokenizer
+from support.limits import files_of_at_most
 from support.plain_runner import PlainRunner
+from support.ranks import largest, on_ranks, run_distributed
 
 GREEDY = SamplingParams(max_tokens=6)
 

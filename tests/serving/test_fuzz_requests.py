@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("fastapi")
 pytest.importorskip("h11")
-pytest.importorskip("transformers")
 pytest.importorskip("uvicorn")
 
 import h11

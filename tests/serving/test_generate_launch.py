@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("deepspeed")
-pytest.importorskip("transformers")
 
 import transformers
 from megatron_tree import launching

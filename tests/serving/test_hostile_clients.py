@@ -15,7 +15,6 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
-pytest.importorskip("transformers")
 pytest.importorskip("PIL", reason="Pillow reads images")
 
 import transformers

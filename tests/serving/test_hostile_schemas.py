@@ -18,7 +18,6 @@ import pytest
 pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
-pytest.importorskip("transformers")
 pytest.importorskip("llguidance")
 
 from megatron_tree.generation.grammar_process import MEMORY_BYTES

@@ -16,7 +16,6 @@ import torch
 pytest.importorskip("fastapi")
 pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
-pytest.importorskip("transformers")
 pytest.importorskip("PIL", reason="Pillow reads images")
 
 import openai

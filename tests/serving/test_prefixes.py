@@ -3,9 +3,6 @@
 import dataclasses
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 
 from megatron_tree.generation.prefixes import Prefixes

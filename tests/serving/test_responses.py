@@ -8,7 +8,6 @@ import pytest
 pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
-pytest.importorskip("transformers")
 
 import openai
 import pydantic

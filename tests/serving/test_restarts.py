@@ -10,7 +10,6 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-pytest.importorskip("transformers")
 pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 

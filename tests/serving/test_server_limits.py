@@ -14,7 +14,6 @@ import pytest
 pytest.importorskip("openai")
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
-pytest.importorskip("transformers")
 
 from megatron_tree import comm
 from megatron_tree.generation.grammars import Grammars

@@ -2,8 +2,6 @@
 
 import pytest
 
-pytest.importorskip("megatron.core")
-
 from megatron_tree.training.arguments import check_arguments, parse_arguments
 from megatron_tree.training.model_options import MODEL_FILE, write_model
 

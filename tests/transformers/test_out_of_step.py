@@ -4,11 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.bound import bound
-from support.ranks import on_ranks, run_distributed
-
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree import CommError, TreeConfig
 from megatron_tree.integrations.transformers import log_probs
@@ -17,7 +12,9 @@ from megatron_tree.integrations.transformers.parallel import register_sequence_p
 from megatron_tree.integrations.transformers.runner import Runner
 from megatron_tree.integrations.transformers.split_model import split_model
 from megatron_tree.integrations.transformers.split_rules import plan_layout
+from support.bound import bound
 from support.hf_models import SHAPE, prompt
+from support.ranks import on_ranks, run_distributed
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 VICTIM, ROWS, HELD = 0, 3, 40

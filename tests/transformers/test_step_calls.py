@@ -9,8 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytest.importorskip("transformers")
-
 import megatron_tree
 from megatron_tree.comm import Ranks
 from megatron_tree.integrations.transformers.attention import TreeCache

@@ -4,16 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import on_ranks
-
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers as tree_hf
 import transformers
 from megatron_tree.integrations.transformers.split_rules import plan_layout
 from support.hf_architectures import SERVED, WHOLE, assert_logits, random_model, tiny_config
 from support.hf_models import hf_generate, plain, prompt, tree_model
 from support.hf_served import check_sharded, check_trained
+from support.ranks import on_ranks
 from transformers import AutoModelForCausalLM
 
 NEW = 6

@@ -4,13 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import megatron_tree.integrations.transformers as tree_hf
 from support.hf_models import prompt, tiny_model
 from support.ranks import on_ranks
 from support.rounding import assert_near
-
-pytest.importorskip("transformers")
-
-import megatron_tree.integrations.transformers as tree_hf
 
 TOKENS = 24
 SUMS = 2 * TOKENS * 10  # over the tokens of a gradient, after some ten operations of a layer that round as well

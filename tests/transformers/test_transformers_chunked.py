@@ -4,10 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import on_ranks, run_distributed
-
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers as tree_hf
 import transformers
 from megatron_tree import tree_attn_func
@@ -16,6 +12,7 @@ from megatron_tree.layout import document_positions, documents_over, spread_docu
 from support.hf_models import left_padded
 from support.hf_served import check_served
 from support.hf_training import check_trained_batches
+from support.ranks import on_ranks, run_distributed
 from transformers import AutoModelForCausalLM
 
 CHUNK = 7

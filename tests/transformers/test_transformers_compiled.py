@@ -5,8 +5,6 @@ import pytest
 from support.hf_models import prompt, tiny_model
 from support.ranks import run_distributed
 
-pytest.importorskip("transformers")
-
 
 def _compiled(rank, world, autocast):
     import torch._dynamo

@@ -4,13 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import on_ranks
-
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree import TreeConfig, shard_positions
 from support.hf_models import prompt, tiny_model
+from support.ranks import on_ranks
 
 TOKENS = 16
 

@@ -4,14 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_distributed
-
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers as tree_hf
 import transformers
 from megatron_tree.integrations.transformers.generation import generate
 from support.hf_models import SHAPE, prompt, tiny_model, tree_model
+from support.ranks import run_distributed
 
 
 @pytest.fixture

@@ -4,14 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import on_ranks, run_distributed
-
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree.config import DECODE_SCHEDULES
 from megatron_tree.integrations.transformers.generation import generate
 from support.hf_models import hf_generate, left_padded, plain, prompt, tiny_model
+from support.ranks import on_ranks, run_distributed
 
 NEW = 9
 

@@ -6,14 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import on_ranks, run_distributed
-
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree.cache.files import model_fingerprint
 from support.hf_architectures import HYBRIDS, POOLED, assert_logits, random_model
 from support.hf_models import prompt
+from support.ranks import on_ranks, run_distributed
 
 PAGE, CHUNK = 2, 12
 KINDS = ("qwen3_next", "zaya")  # of every kind of function one is fast

@@ -6,10 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import on_ranks
-
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree.cache.files import model_fingerprint
 from megatron_tree.generation.scheduler import Scheduler
@@ -18,6 +14,7 @@ from megatron_tree.integrations.transformers.baseline import cache_shape
 from support.hf_architectures import HYBRIDS, assert_logits, random_model
 from support.hf_models import hf_generate, left_padded, plain, prompt
 from support.hf_served import begin_rows
+from support.ranks import on_ranks
 from support.scheduling import request, serve, tokens_of
 
 NEW = 5

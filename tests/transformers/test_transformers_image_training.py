@@ -6,14 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import on_ranks, run_distributed
-
-pytest.importorskip("transformers")
-
 from megatron_tree.integrations import transformers as tree_hf
 from megatron_tree.integrations.transformers.image_training import MODELS
 from support.hf_images import CONFIGS, batches, image_model, video_batch
 from support.hf_models import tiny_model
+from support.ranks import on_ranks, run_distributed
 
 FAST = ("gemma3", "glm4v", "llama4", "llava_next", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "smolvlm")
 FP32 = {"qwen3_5": 1e-4, "qwen3_5_moe": 1e-4}  # their delta rule; other errors are those of the loss

@@ -4,11 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.bound import bound
-from support.ranks import on_ranks, run_distributed
-
-pytest.importorskip("transformers")
-
 from megatron_tree.generation.requests import Request
 from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.generation.scheduler import Scheduler
@@ -16,7 +11,9 @@ from megatron_tree.integrations import transformers as tree_hf
 from megatron_tree.integrations.transformers.image_prompts import set_text_attention, text_part_of
 from megatron_tree.integrations.transformers.split_model import split_model
 from megatron_tree.integrations.transformers.split_rules import plan_layout
+from support.bound import bound
 from support.hf_images import CONFIGS, image_model, image_rows, types_of
+from support.ranks import on_ranks, run_distributed
 from support.scheduling import tokens_of
 
 NEW = 5

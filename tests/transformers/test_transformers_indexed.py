@@ -6,10 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import on_ranks
-
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree.generation.requests import Request
 from megatron_tree.generation.sampling import SamplingParams
@@ -19,6 +15,7 @@ from megatron_tree.integrations.transformers.split_rules import plan_layout
 from support.hf_architectures import INDEXED, assert_logits, random_model
 from support.hf_models import mistral_large4, plain, prompt
 from support.hf_served import check_rows, check_served, check_sharded, check_trained, traffic_of_a_step
+from support.ranks import on_ranks
 from support.scheduling import serve, tokens_of
 from support_matrix import refused
 

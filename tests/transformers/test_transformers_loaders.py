@@ -14,7 +14,6 @@ from support.ranks import on_ranks, run_distributed
 from support.trainers import ADDRESS
 
 accelerate = pytest.importorskip("accelerate")
-transformers = pytest.importorskip("transformers")
 
 ROWS = [{"input_ids": torch.full((5,), 2 * i + 1)} for i in range(7)]
 

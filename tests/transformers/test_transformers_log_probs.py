@@ -5,16 +5,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from support.ranks import on_ranks, run_distributed
-
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers as tree_hf
 import transformers
 from megatron_tree import TreeConfig
 from megatron_tree.integrations.transformers import log_probs as module
 from support.hf_models import VOCAB, prompt, tiny_model
 from support.hf_training import LargestTensor
+from support.ranks import on_ranks, run_distributed
 from support.rounding import assert_near, error
 
 TOKENS = 21  # no multiple of twice the ranks

@@ -9,8 +9,6 @@ import torch
 from support.deepspeed_cases import Case
 from support.ranks import largest, on_ranks, run_distributed
 
-pytest.importorskip("transformers")
-
 NAMES = {1: ("sp",), 2: ("dp", "sp"), 3: ("dp_replicate", "dp_shard", "cp")}
 SAME = 4e-6  # weights that AdamW has moved by up to 4e-3; 3e-7 where it was measured
 TINY_STEPS = 4

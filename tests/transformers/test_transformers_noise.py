@@ -11,7 +11,7 @@ from support.ranks import on_ranks
 from support.trainers import ADDRESS, ARGUMENTS
 
 pytest.importorskip("accelerate")
-transformers = pytest.importorskip("transformers")
+import transformers
 
 SHAPE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": VOCAB}
 GPT2 = SHAPE | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}

@@ -4,15 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import on_ranks
-
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree.integrations.transformers.split_rules import plan_layout
 from support.hf_architectures import POOLED, assert_logits, random_model
 from support.hf_models import hf_generate, left_padded, plain, prompt
 from support.hf_served import check_rows, check_served, check_trained, traffic_of_a_step
+from support.ranks import on_ranks
 
 
 def _cases(with_):

@@ -9,7 +9,6 @@ from support.ranks import on_ranks
 from support.trainers import ADDRESS
 
 pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
 
 TOKENS = 61  # no multiple of twice the ranks
 WORSE = 1.5  # than bf16 of one rank's whole sequences: other roundings of as many numbers

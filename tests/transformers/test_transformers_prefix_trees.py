@@ -9,15 +9,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from support.ranks import on_ranks, run_distributed
-
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree import prefix_tree
 from support.hf_architectures import SERVED, random_model, tiny_config
 from support.hf_models import CONFIGS, tiny_model
 from support.prefix_trees import grown
+from support.ranks import on_ranks, run_distributed
 from support.rounding import assert_near
 from transformers import AutoModelForCausalLM
 

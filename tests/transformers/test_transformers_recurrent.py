@@ -4,15 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import on_ranks
-
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree.comm import record
 from support.hf_architectures import HYBRIDS, POOLED, STATE_SPACE, random_model
 from support.hf_models import prompt
 from support.hf_training import check_trained_batches, gradients
+from support.ranks import on_ranks
 
 FAST = ("qwen3_next", "falcon_h1", "jamba", "zaya", "qwen4_exp_text")  # one of each kind of function, or index
 

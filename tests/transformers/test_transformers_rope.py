@@ -4,12 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import on_ranks
-
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers as tree_hf
 from support.hf_models import SWITCH, hf_generate, plain, prompt, tiny_model, tree_model
+from support.ranks import on_ranks
 
 NEW = 8
 FAMILIES = ("phi3_longrope", "llama_dynamic")

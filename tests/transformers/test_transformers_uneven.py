@@ -5,9 +5,8 @@ import torch
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
+import transformers
 from support.ranks import run_distributed
-
-transformers = pytest.importorskip("transformers")
 
 LIMIT_S = 4.0
 

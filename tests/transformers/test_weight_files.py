@@ -4,17 +4,13 @@ import json
 
 import pytest
 import torch
-
-from support.processes import own_bytes
-
-pytest.importorskip("transformers")
-
 from safetensors.torch import load_file, save_file
 
 import transformers
 from megatron_tree.integrations.transformers.split_rules import plan_layout
 from megatron_tree.integrations.transformers.weight_files import empty_model, read_pieces
 from support.hf_models import tiny_model
+from support.processes import own_bytes
 
 
 def _check_pieces(model, layout, whole):
