@@ -13,6 +13,7 @@ from support.hf_architectures import HYBRIDS, WHOLE, assert_logits, random_model
 from support.hf_models import hf_generate, left_padded, plain, prompt
 from support.ranks import largest, on_ranks, run_distributed
 from support.scheduling import request, serve, tokens_of
+from support_matrix import supported
 
 NEW = 4
 FAST = ("qwen3_next", "falcon_h1")
@@ -133,13 +134,11 @@ def _generation(rank, world, name, changes, even):
     assert_logits(logits, want_padded[1], "model.generate")
 
 
-def _case(name):
-    marks = [pytest.mark.supports(f"`{name}`", with_="weights and recurrent states over all ranks; 2 and 4 ranks")]
-    return pytest.param(name, marks=marks if name in FAST else [*marks, pytest.mark.slow], id=name)
+OVER_RANKS = "weights and recurrent states over all ranks; 2 and 4 ranks"
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", [_case(name) for name in HYBRIDS if name not in WHOLE])
+@pytest.mark.parametrize("name", supported((name for name in HYBRIDS if name not in WHOLE), OVER_RANKS, FAST))
 def test_tokens_and_bytes(name, world):
     run_distributed(_generation, world, name, {}, True, fresh=True, timeout=200)
 

@@ -2,11 +2,13 @@
 
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_tree import comm
 from megatron_tree.attention.decode import DecodeStep
+from megatron_tree.cache import CACHE_DTYPES
 from megatron_tree.cache.files import model_fingerprint
 from megatron_tree.integrations import transformers as tree_hf
 from megatron_tree.integrations.transformers.split_model import split_model
@@ -100,6 +102,49 @@ def check_rows(model, folder, page_size=2):
     logits = again.step(loaded.rows, torch.stack((texts[1][1:2], texts[2][2:3])))
     check(logits[0, 0], 1, 30, "loaded")
     check(logits[1, 0], 2, 14, "loaded")
+
+
+def check_eight_bits(model, dtype, limit):
+    """A cache in 8 bits, whose index keys are not: near to the plain model, and the same on any number of ranks."""
+    ids, found = prompt(2, 37), []
+    want = plain(model, ids, 1)[1]
+    model.set_attn_implementation("tree")
+    for group in (None, dist.group.WORLD):
+        cache = tree_hf.TreeCache(model.config, cp_group=group, page_size=2, dtype=dtype)
+        result = tree_hf.generate(model, ids, cache=cache, max_new_tokens=3, chunk_size=8, keep_logits=True)
+        found.append(torch.stack(result.logits, 1))
+        assert cache.store.layers[0].k.dtype == CACHE_DTYPES[dtype]
+        assert cache.store.layers[0].index_k.dtype == torch.float32
+    assert_logits(found[1], found[0], "ranks")
+    assert float((found[0][:, :1] - want).abs().max() / want.abs().max()) < limit
+
+
+@torch.no_grad()
+def check_no_cache(model, refused):
+    """Evaluation without a cache, and what is said of padding there."""
+    ids = prompt(2, 21)
+    want = model(ids, use_cache=False).logits
+    model.set_attn_implementation("tree")
+    assert_logits(model(ids, use_cache=False).logits, want, "no cache")
+    with pytest.raises(ValueError, match=refused):
+        model(ids, attention_mask=torch.arange(21).expand(2, -1) > 2, use_cache=False)
+
+
+class CountingRunner(tree_hf.Runner):
+    """Counts the tokens of prompts that are run, and notes the lengths of those that run together."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.num_run, self.together = 0, []
+
+    def prefill(self, row, tokens, **options):
+        self.num_run += len(tokens)
+        return super().prefill(row, tokens, **options)
+
+    def prefill_rows(self, rows, prompts):
+        self.num_run += sum(map(len, prompts))
+        self.together.append(list(map(len, prompts)))
+        return super().prefill_rows(rows, prompts)
 
 
 def traffic_of_a_step(model, ids, cache):

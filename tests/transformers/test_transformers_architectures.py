@@ -11,32 +11,16 @@ from support.hf_architectures import SERVED, WHOLE, assert_logits, random_model,
 from support.hf_models import hf_generate, plain, prompt, tree_model
 from support.hf_served import check_sharded, check_trained
 from support.ranks import on_ranks
+from support_matrix import supported
 from transformers import AutoModelForCausalLM
 
 NEW = 6
 REPAIRED = ("afmoe", "hrm_text", "phimoe", "roberta", "llama")  # and one that was never wrong; the others are slow
 OF_OTHER_FORM = ("olmo2", "gpt2", "gpt_neox")  # of weights; each stands for some models
 OWN_CODE = (
-    "big_bird",
-    "bloom",
-    "codegen",
-    "cpmant",
-    "falcon",
-    "gpt_neo",
-    "gpt_neox_japanese",
-    "gptj",
-    "megatron-bert",
-    "mpt",
-    "openai-gpt",
-    "reformer",
-    "rembert",
-    "roformer",
-    "rwkv",
-    "trocr",
-    "xglm",
-    "xlm",
-    "xlnet",
-)
+    "big_bird", "bloom", "codegen", "cpmant", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "megatron-bert", "mpt",
+    "openai-gpt", "reformer", "rembert", "roformer", "rwkv", "trocr", "xglm", "xlm", "xlnet",
+)  # fmt: skip
 OTHER_LAYERS = {"gemma3n": "dummy"}
 OTHER_REASONS = {
     "bart": "decoder-only",
@@ -60,15 +44,7 @@ OTHER_REASONS = {
 }
 
 
-def _cases(with_, without=(), fast=REPAIRED):
-    def marks(name):
-        found = [pytest.mark.supports(f"`{name}`", with_=with_)]
-        return found if name in fast else [*found, pytest.mark.slow]
-
-    return [pytest.param(name, marks=marks(name), id=name) for name in SERVED if name not in without]
-
-
-@pytest.mark.parametrize("name", _cases("generate and model.generate; 2 ranks"))
+@pytest.mark.parametrize("name", supported(SERVED, "generate and model.generate; 2 ranks", REPAIRED))
 @on_ranks(2)
 def test_generation(name):
     model, ids = random_model(name), prompt(2, 21)
@@ -84,14 +60,17 @@ def test_generation(name):
         assert torch.equal(tokens, want[0]), what
 
 
-@pytest.mark.parametrize("name", _cases("training on shards; 2 ranks"))
+@pytest.mark.parametrize("name", supported(SERVED, "training on shards; 2 ranks", REPAIRED))
 @on_ranks(2)
 def test_training(name):
     check_trained(lambda: random_model(name))
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", _cases("weights over all ranks; 2 and 4 ranks", WHOLE, OF_OTHER_FORM))
+@pytest.mark.parametrize(
+    "name",
+    supported((x for x in SERVED if x not in WHOLE), "weights over all ranks; 2 and 4 ranks", OF_OTHER_FORM),
+)
 @on_ranks(timeout=200.0)
 def test_weights_over_all_ranks(world, name):
     check_sharded(random_model(name))

@@ -11,6 +11,7 @@ from megatron_tree.cache.files import model_fingerprint
 from support.hf_architectures import HYBRIDS, POOLED, assert_logits, random_model
 from support.hf_models import prompt
 from support.ranks import on_ranks, run_distributed
+from support_matrix import slow_but, supported
 
 PAGE, CHUNK = 2, 12
 KINDS = ("qwen3_next", "zaya")  # of every kind of function one is fast
@@ -86,12 +87,10 @@ def _prompts(rank, world, name, folder):
     check(crowded.step([row], texts[0][None, 40:41])[0, 0], 0, 41, "a step after it")
 
 
-def _marks(name):
-    supports = pytest.mark.supports(f"`{name}`", with_="prompts, of which each rank runs its own tokens; 4 ranks")
-    return [supports] if name in KINDS else [supports, pytest.mark.slow]
+OWN_TOKENS = "prompts, of which each rank runs its own tokens; 4 ranks"
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in (*HYBRIDS, *POOLED)])
+@pytest.mark.parametrize("name", supported((*HYBRIDS, *POOLED), OWN_TOKENS, KINDS))
 def test_a_rank_runs_its_own_tokens(name, tmp_path):
     run_distributed(_prompts, 4, name, tmp_path / "saved")
 
@@ -152,9 +151,7 @@ def _bf16(rank, world, name):
     return float((found - exact[39:]).abs().max() / (plain - exact).abs().max()), found
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS]
-)
+@pytest.mark.parametrize("name", slow_but(KINDS, HYBRIDS))
 def test_bf16(name):
     errors, logits = zip(*run_distributed(_bf16, 4, name))
     assert max(errors) <= 2

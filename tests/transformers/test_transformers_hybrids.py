@@ -16,6 +16,7 @@ from support.hf_models import hf_generate, left_padded, plain, prompt
 from support.hf_served import begin_rows
 from support.ranks import on_ranks
 from support.scheduling import request, serve, tokens_of
+from support_matrix import slow_but, supported
 
 NEW = 5
 FAST = ("lfm2", "falcon_h1")  # a convolution beside attention layers, and both in one layer
@@ -26,12 +27,7 @@ def _cache(model, group, **options):
     return tree_hf.TreeCache(model.config, cp_group=group, page_size=2, **options)
 
 
-def _marks(name):
-    supports = pytest.mark.supports(f"`{name}`", with_="generate and model.generate; 2 ranks")
-    return [supports] if name in FAST else [supports, pytest.mark.slow]
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in HYBRIDS])
+@pytest.mark.parametrize("name", supported(HYBRIDS, "generate and model.generate; 2 ranks", FAST))
 @on_ranks(2)
 def test_generation(name):
     """All ways to run a batch: in chunks that go on from a state, whole, rows of different lengths, and padded ones."""
@@ -60,9 +56,7 @@ def test_generation(name):
         assert_logits(found[1], logits, what)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "qwen3_next" else pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS]
-)
+@pytest.mark.parametrize("name", slow_but(["qwen3_next"], HYBRIDS))
 @on_ranks(2)
 def test_rows(name, tmp_path):
     """Rows of a runner: prefilled together, run together, copied, saved, and as they were after a failure."""
@@ -105,9 +99,7 @@ def test_rows(name, tmp_path):
         again.step(loaded.rows[:1], texts[1][1:2, None])
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "lfm2" else pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS]
-)
+@pytest.mark.parametrize("name", slow_but(["lfm2"], HYBRIDS))
 @on_ranks(2)
 def test_batches_of_transformers_own_generate(name):
     """Transformers' own generate: beams, a cache that is continued, and a run that fails in the middle."""

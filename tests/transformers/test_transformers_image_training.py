@@ -11,6 +11,7 @@ from megatron_tree.integrations.transformers.image_training import MODELS
 from support.hf_images import CONFIGS, batches, image_model, video_batch
 from support.hf_models import tiny_model
 from support.ranks import on_ranks, run_distributed
+from support_matrix import slow_but, supported
 
 FAST = ("gemma3", "glm4v", "llama4", "llava_next", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "smolvlm")
 FP32 = {"qwen3_5": 1e-4, "qwen3_5_moe": 1e-4}  # their delta rule; other errors are those of the loss
@@ -54,19 +55,15 @@ def _trained(rank, world, name):
         _check(image_model(name), name, what)
 
 
-def _marks(name):
-    marks = [pytest.mark.supports(f"`{name}`", with_="images: training; 2 and 4 ranks; zigzag, padded, packed")]
-    return marks if name in FAST else [*marks, pytest.mark.slow]
+ALL_BATCHES = "images: training; 2 and 4 ranks; zigzag, padded, packed"
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in CONFIGS])
+@pytest.mark.parametrize("name", supported(CONFIGS, ALL_BATCHES, FAST))
 def test_training(name):
     run_distributed(_trained, 2, name)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "gemma3" else pytest.mark.slow) for name in CONFIGS]
-)
+@pytest.mark.parametrize("name", slow_but(["gemma3"], CONFIGS))
 def test_training_on_four_ranks(name):
     run_distributed(_trained, 4, name)
 
@@ -75,13 +72,11 @@ def test_every_model_is_tested():
     assert CONFIGS.keys() == MODELS.keys()
 
 
-def _video_marks(name):
-    marks = [pytest.mark.supports(f"`{name}`", with_="images: training; also videos; 2 ranks")]
-    return marks if name in ("qwen2_5_vl", "qwen3_vl") else [*marks, pytest.mark.slow]
+OF_VIDEOS = [name for name in CONFIGS if MODELS[name].videos]
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=_video_marks(name)) for name in CONFIGS if MODELS[name].videos]
+    "name", supported(OF_VIDEOS, "images: training; also videos; 2 ranks", ("qwen2_5_vl", "qwen3_vl"))
 )
 @on_ranks(2)
 def test_videos(name):

@@ -13,6 +13,7 @@ from megatron_tree.integrations.transformers.split_model import split_model
 from megatron_tree.integrations.transformers.split_rules import plan_layout
 from support.bound import bound
 from support.hf_images import CONFIGS, image_model, image_rows, types_of
+from support.hf_served import CountingRunner
 from support.ranks import on_ranks, run_distributed
 from support.scheduling import tokens_of
 
@@ -84,20 +85,6 @@ def test_images(world, name):
         _near(logits, want[1], f"Runner, chunk_size={chunk_size}")
 
 
-class _Counting(tree_hf.Runner):
-    """Counts the tokens of prompts that are run."""
-
-    num_run = 0
-
-    def prefill(self, row, tokens, **options):
-        self.num_run += len(tokens)
-        return super().prefill(row, tokens, **options)
-
-    def prefill_rows(self, rows, prompts):
-        self.num_run += sum(map(len, prompts))
-        return super().prefill_rows(rows, prompts)
-
-
 def _request(ids, inputs=None, new=NEW):
     return Request(prompt=ids[0], images=inputs, sampling=SamplingParams(max_tokens=new))
 
@@ -114,7 +101,7 @@ def test_requests_with_images(rank, name):
     text = torch.arange(2, 22)[None]
     want = [first, _generated(model, ids, other)[0], _generated(model, text, {})[0]]
     model.set_attn_implementation(IMPLEMENTATIONS)
-    runner = _Counting(model, _new_cache(model), chunk_size=16)
+    runner = CountingRunner(model, _new_cache(model), chunk_size=16)
     scheduler = Scheduler(runner, max_rows=3, max_waiting=8, keep_bytes=1 << 30, heartbeat_s=5.0)
     events = [[] for _ in range(5)]
     if scheduler.is_leader:

@@ -6,14 +6,18 @@ import torch.distributed as dist
 
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree.integrations.transformers.split_rules import plan_layout
-from support.hf_architectures import POOLED, assert_logits, random_model
-from support.hf_models import hf_generate, left_padded, plain, prompt
-from support.hf_served import check_rows, check_served, check_trained, traffic_of_a_step
+from support.hf_architectures import POOLED, random_model
+from support.hf_models import hf_generate, left_padded, prompt
+from support.hf_served import (
+    check_eight_bits,
+    check_no_cache,
+    check_rows,
+    check_served,
+    check_trained,
+    traffic_of_a_step,
+)
 from support.ranks import on_ranks
-
-
-def _cases(with_):
-    return [pytest.param(name, marks=pytest.mark.supports(f"`{name}`", with_=with_), id=name) for name in POOLED]
+from support_matrix import supported
 
 
 @on_ranks(2)
@@ -32,23 +36,11 @@ def test_what_a_step_sends_and_reads(world):
 
 @on_ranks(2)
 def test_caches_in_eight_bits():
-    """A cache in 8 bits, whose index keys are not: near to the plain model, and the same on both ranks."""
-    model, ids = random_model("qwen4_exp_text"), prompt(2, 37)
-    want = plain(model, ids, 1)[1]
-    model.set_attn_implementation("tree")
-    found = []
-    for group in (None, dist.group.WORLD):
-        cache = tree_hf.TreeCache(model.config, cp_group=group, page_size=2, dtype="int8")
-        result = tree_hf.generate(model, ids, cache=cache, max_new_tokens=3, chunk_size=8, keep_logits=True)
-        found.append(torch.stack(result.logits, 1))
-        assert cache.store.layers[0].k.dtype == torch.int8
-        assert cache.store.layers[0].index_k.dtype == torch.float32
-    assert_logits(found[1], found[0], "ranks")
-    assert float((found[0][:, :1] - want).abs().max() / want.abs().max()) < 0.2
+    check_eight_bits(random_model("qwen4_exp_text"), "int8", 0.2)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("name", _cases("generate and model.generate; 1, 2 and 4 ranks"))
+@pytest.mark.parametrize("name", supported(POOLED, "generate and model.generate; 1, 2 and 4 ranks"))
 @on_ranks()
 def test_generation(world, name):
     check_served(random_model(name), pads=False)
@@ -74,13 +66,7 @@ def test_rows(tmp_path):
 
 
 def test_evaluation_without_a_cache():
-    model, ids = random_model("qwen4_exp_text"), prompt(2, 21)
-    with torch.no_grad():
-        want = model(ids, use_cache=False).logits
-        model.set_attn_implementation("tree")
-        assert_logits(model(ids, use_cache=False).logits, want, "no cache")
-        with pytest.raises(ValueError, match="attention_mask with padding: .* an index of blocks"):
-            model(ids, attention_mask=torch.arange(21).expand(2, -1) > 2, use_cache=False)
+    check_no_cache(random_model("qwen4_exp_text"), "attention_mask with padding: .* an index of blocks")
 
 
 @pytest.mark.refuses("`qwen4_exp_text`, model.generate with left padding", when="it runs: blocks of tokens")

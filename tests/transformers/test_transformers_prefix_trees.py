@@ -16,6 +16,7 @@ from support.hf_models import CONFIGS, tiny_model
 from support.prefix_trees import grown
 from support.ranks import on_ranks, run_distributed
 from support.rounding import assert_near
+from support_matrix import supported
 from transformers import AutoModelForCausalLM
 
 WITH = "rows that share prefixes (prefix_tree)"
@@ -120,14 +121,7 @@ def test_losses_and_gradients_over_ranks(world):
     assert all(run_distributed(_trees, world, FAMILIES[world // 4 :: 2], [world]))
 
 
-def _cases():
-    """Architectures of causal language models that train on shards, but those above."""
-    names = [name for name in SERVED if name not in FAMILIES]
-    supports = [pytest.mark.supports(f"`{name}`", with_=WITH) for name in names]
-    return [pytest.param(name, marks=[mark, pytest.mark.slow]) for name, mark in zip(names, supports, strict=True)]
-
-
-@pytest.mark.parametrize("name", _cases())
+@pytest.mark.parametrize("name", supported((name for name in SERVED if name not in FAMILIES), WITH, ()))
 def test_architectures(name):
     plain = random_model(name).eval()
     model = copy.deepcopy(plain)
