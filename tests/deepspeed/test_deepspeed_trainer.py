@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.ranks import largest, run_distributed
+from support.ranks import largest, on_ranks, run_distributed
+from support.refusals import refused_with
 from support.trainers import ADDRESS, ARGUMENTS
 
 pytest.importorskip("accelerate")
@@ -126,40 +127,38 @@ class _Other(transformers.Trainer):
         return 5 * model(**inputs).loss
 
 
-def _refusals(rank, world, folder):
+def _refusals(folder):
     from megatron_tree.integrations.transformers import trainer as module
 
     Trainer = module.Trainer
     zero = {"deepspeed": {"zero_optimization": {"stage": 1}}}
-    said = []
 
     def make(arguments, options, trainer_class=Trainer, *values):
         args = transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[], **arguments)
         return trainer_class(*(values or (_model(),)), args=args, **options)
 
-    def note(function):
-        with pytest.raises(ValueError) as error:
-            function()
-        said.append(str(error.value))
-
     Mine = type("Mine", (module.SequenceParallelMixin, _Other), {})
     with_loss = _model()
     with_loss.loss_function = print
-    for arguments, options, *values in (
-        (zero, {"compute_metrics": print}),
-        (zero, {"sp_size": 2}),
-        (zero | {"use_liger_kernel": True}, {}),
-        (zero, {}, Trainer, with_loss),
-        (zero, {}, Mine, _model(), None),
+    for message, arguments, options, *values in (
+        ("compute_metrics=", zero, {"compute_metrics": print}),
+        ("sp_size=2", zero, {"sp_size": 2}),
+        ("use_liger_kernel=True", zero | {"use_liger_kernel": True}, {}),
+        ("the loss_function of LlamaForCausalLM is <built-in function print>", zero, {}, Trainer, with_loss),
+        ("_Other has a compute_loss of its own", zero, {}, Mine, _model(), None),
     ):
-        note(lambda: make(arguments, options, *values))  # noqa: B023  called at once
-    note(lambda: Trainer(args=None))
+        with refused_with(message):
+            make(arguments, options, *values)
+    with refused_with("model and args"):
+        Trainer(args=None)
     positional = transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[], **zero)
-    note(lambda: Trainer(_model(), positional, None, None, None, None, print))
+    with refused_with("model_init=<built-in function print>"):
+        Trainer(_model(), positional, None, None, None, None, print)
     trainer = make(zero, {})
-    note(lambda: trainer.compute_loss(trainer.model, {"input_ids": torch.ones(1, 4, dtype=torch.int64)}))
-    note(lambda: trainer.prediction_step(trainer.model, {}, False))
-    return said
+    with refused_with("the batches have ['input_ids'] and no labels"):
+        trainer.compute_loss(trainer.model, {"input_ids": torch.ones(1, 4, dtype=torch.int64)})
+    with refused_with("predict needs logits"):
+        trainer.prediction_step(trainer.model, {}, False)
 
 
 class _Wrapped(torch.nn.Module):
@@ -176,7 +175,7 @@ class _Wrapped(torch.nn.Module):
         return self.base_model(input_ids=input_ids, labels=labels, **options)
 
 
-def _losses_in_training(rank, world, folder):
+def _losses_in_training(folder):
     from accelerate.state import AcceleratorState
 
     from megatron_tree.integrations.transformers.trainer import Trainer
@@ -207,24 +206,7 @@ def _losses_in_training(rank, world, folder):
                 trainer.train()
 
 
-def _refusals_and_losses(rank, world, folder):
-    said = _refusals(rank, world, folder)
-    _losses_in_training(rank, world, folder)
-    return said
-
-
+@on_ranks(1, timeout=250, env=ADDRESS, fresh=True)
 def test_what_the_trainer_refuses_and_that_only_the_mixins_loss_is_trained_on(tmp_path):
-    (said,) = run_distributed(_refusals_and_losses, 1, tmp_path, timeout=250, env=ADDRESS, fresh=True)
-    wanted = (
-        "compute_metrics=",
-        "sp_size=2",
-        "use_liger_kernel=True",
-        "the loss_function of LlamaForCausalLM is <built-in function print>",
-        "_Other has a compute_loss of its own",
-        "model and args",
-        "model_init=<built-in function print>",
-        "the batches have ['input_ids'] and no labels",
-        "predict needs logits",
-    )
-    for text, want in zip(said, wanted, strict=True):
-        assert want in text
+    _refusals(tmp_path)
+    _losses_in_training(tmp_path)

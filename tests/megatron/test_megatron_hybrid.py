@@ -15,6 +15,7 @@ from support.megatron_hybrid import build_hybrid, mamba_chunk_scan_combined, mix
 from support.megatron_models import Case, check, megatron, run_all
 from support.megatron_release import GDN
 from support.ranks import on_ranks, run_distributed
+from support.refusals import refused_with
 
 MAMBA, GATED = "M*-M", "G*G"
 
@@ -126,38 +127,28 @@ def test_checkpoints_are_those_of_megatron(world, pattern):
     assert any(key.endswith("in_proj.weight") for key in ours), (ours, megatrons)
 
 
-def _refused(rank, world):
-    plain, said = Case(cp=world, cp_comm_type="p2p"), []
-    with megatron(tp=1, pp=1, cp=world), mixers_in_torch():
-        mamba = build_hybrid(plain, MAMBA)
-        with pytest.raises(ValueError) as error:
-            tree.use_dispatched_documents(mamba)
-        said.append(str(error.value))
-        with pytest.raises(ValueError, match="serves a GPTModel"):
-            tree.MegatronRunner(mamba)
-        with pytest.raises(ValueError) as error:
-            build_hybrid(plain, GATED)
-        said.append(str(error.value))
-        with pytest.raises(ValueError, match="the model has a TreeGatedDeltaNet: .* no recurrent states"):
-            tree.MegatronRunner(build_hybrid(Case(cp=world), GATED).eval())
-        for pattern in (MAMBA, GATED):
-            mixer = _mixer(build_hybrid(Case(cp=world), pattern))
-            with pytest.raises(ValueError) as error:
-                mixer(torch.zeros(4, 1, 64), inference_context=object())
-            said.append(str(error.value))
-    return said
-
-
 @pytest.mark.refuses("Mamba layers whose cp_comm_type has no tree", when="use_dispatched_documents is called")
 @pytest.mark.refuses("a MambaModel", when="MegatronRunner is made")
 @pytest.mark.refuses("gated delta nets", when="MegatronRunner is made")
 @pytest.mark.refuses("cp_comm_type other than tree in a gated delta net (up to 0.17)", when="the model is built")
 @pytest.mark.refuses("an inference context in recurrent layers on shards", when="the forward")
-def test_what_recurrent_layers_can_not_take():
-    for mamba, gated, *inference in run_distributed(_refused, 2):
-        assert mamba.startswith("TreeMambaMixer (a layer with a recurrent state, and a cp_comm_type without a tree)")
-        assert gated.startswith("cp_comm_type='p2p' in a layer with a gated delta net, which has no context paral")
-        assert all("context_parallel_size=1, not 2" in message for message in inference)
+@on_ranks(2)
+def test_what_recurrent_layers_can_not_take(world):
+    plain = Case(cp=world, cp_comm_type="p2p")
+    with megatron(tp=1, pp=1, cp=world), mixers_in_torch():
+        mamba = build_hybrid(plain, MAMBA)
+        with refused_with("TreeMambaMixer (a layer with a recurrent state, and a cp_comm_type without a tree)"):
+            tree.use_dispatched_documents(mamba)
+        with pytest.raises(ValueError, match="serves a GPTModel"):
+            tree.MegatronRunner(mamba)
+        with refused_with("cp_comm_type='p2p' in a layer with a gated delta net, which has no context paral"):
+            build_hybrid(plain, GATED)
+        with pytest.raises(ValueError, match="the model has a TreeGatedDeltaNet: .* no recurrent states"):
+            tree.MegatronRunner(build_hybrid(Case(cp=world), GATED).eval())
+        for pattern in (MAMBA, GATED):
+            mixer = _mixer(build_hybrid(Case(cp=world), pattern))
+            with refused_with("context_parallel_size=1, not 2"):
+                mixer(torch.zeros(4, 1, 64), inference_context=object())
 
 
 GATED_CONFIG = dict(experimental_attention_variant="gated_delta_net", linear_attention_freq=2, cp_comm_type="tree")
