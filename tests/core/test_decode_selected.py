@@ -13,6 +13,7 @@ from megatron_tree.kernels import KVCache
 from megatron_tree.plan import plan_select
 from support.decoding import decode_inputs, same_everywhere
 from support.ranks import largest, on_ranks, run_distributed
+from support.refusals import refused_with
 from support.rounding import error, rounding
 from support.selection import chosen_by_all, held, in_pages, index_inputs, oracle, oracle_keep, positions_of
 
@@ -148,29 +149,47 @@ def test_bytes_are_those_of_the_formula():
     assert sum(rows for _, rows in results) == BATCH * WIDE
 
 
-def _refusals(rank, world):
-    """What every rank is told where all are wrong, where the last one is, and where they differ."""
-    group, said = dist.group.WORLD, []
+@on_ranks(2)
+def test_refusals_reach_all_ranks(rank, world):
+    """Where all are wrong, where the last one is, and where they differ."""
+    group = dist.group.WORLD
     q, k, v, index, positions, q_positions = _case(rank, world, 0)
     local_k, local_v, local_i = (held(x, positions) for x in (k, v, index[2]))
     call = dict(index_q=index[0], index_weights=index[1], index_k=local_i, topk=4, cp_group=group)
     call |= dict(q_positions=q_positions, cache_positions=positions)
     rows = tree_select(**call)
     attend = dict(q=q, k_cache=local_k, v_cache=local_v, cp_group=group, selected=rows)
-    bad = [dict(topk=0), dict(topk=True), dict(topk=2.0), dict(max_seqlen="many"), dict(schedule="ring")]
-    bad += [dict(index_q=q[0]), dict(index_weights=index[1][:, :1]), dict(index_k=local_i[..., :3])]
-    bad += [dict(index_k=local_i.long()), dict(cache_positions=None, q_positions=None), dict(q_positions=None)]
-    bad += [dict(cache_positions=positions[:, 1:]), dict(block_table=torch.zeros(3, 1, dtype=torch.int32))]
-    of_decode = [dict(selected=rows.long()), dict(selected=rows[:, :1]), dict(selected=rows + 100)]
-    of_decode += [dict(selected=rows - 2), dict(schedule="ring"), dict(window_size=(4, 0))]
-    of_decode += [dict(q_positions=q_positions, cache_positions=positions), dict(alibi_slopes=torch.ones(4))]
-    cases = [(tree_select, call, change) for change in bad]
-    cases += [(tree_decode, attend, change) for change in of_decode]
-    for function, given, change in cases:
-        for wrong in (True, rank == world - 1):
-            with pytest.raises(ValueError) as caught:
-                function(**given | (change if wrong else {}))
-            said.append(str(caught.value))
+    of_select = [
+        ("topk=0", dict(topk=0)),
+        ("topk=True", dict(topk=True)),
+        ("topk=2.0", dict(topk=2.0)),
+        ("max_seqlen='many'", dict(max_seqlen="many")),
+        ("schedule='ring'", dict(schedule="ring")),
+        ("index_q must be a 4-D", dict(index_q=q[0])),
+        ("index_weights (3, 1, 3)", dict(index_weights=index[1][:, :1])),
+        ("index_q's head_dim, 4", dict(index_k=local_i[..., :3])),
+        ("index_k must be a 3-D", dict(index_k=local_i.long())),
+        ("q_positions=None must be", dict(cache_positions=None, q_positions=None)),
+        ("q_positions=None must be", dict(q_positions=None)),
+        ("cache_positions must be", dict(cache_positions=positions[:, 1:])),
+        ("block_table needs cache_seqlens", dict(block_table=torch.zeros(3, 1, dtype=torch.int32))),
+    ]
+    of_decode = [
+        ("selected must be int32 [3, 3", dict(selected=rows.long())),
+        ("selected must be int32 [3, 3", dict(selected=rows[:, :1])),
+        ("slots of this rank's", dict(selected=rows + 100)),
+        ("selected holds -3", dict(selected=rows - 2)),
+        ("'ring'", dict(schedule="ring")),
+        ("window_size", dict(window_size=(4, 0))),
+        ("q_positions", dict(q_positions=q_positions, cache_positions=positions)),
+        ("alibi_slopes", dict(alibi_slopes=torch.ones(4))),
+    ]
+    for function, given, cases in ((tree_select, call, of_select), (tree_decode, attend, of_decode)):
+        for message, change in cases:
+            with refused_with(message):
+                function(**given | change)
+            with refused_with(message, *([] if rank else ["rank 1"])):
+                function(**given | (change if rank == world - 1 else {}))
     attend["config"] = call["config"] = TreeConfig(check="finite", timeout_s=60)
     tree_decode(**attend | dict(selected=tree_select(**call)))  # NaN in hidden and other slots is nobody's
     spoiled = {name: call[name].masked_fill(torch.tensor(rank == 1), float("nan")) for name in list(call)[:3]}
@@ -182,21 +201,3 @@ def _refusals(rank, world):
     for change in (dict(topk=4 + rank), dict(softmax_scale=1.0 + rank), dict(max_seqlen=3 if rank else 100)):
         with pytest.raises(ValueError, match="differ"):
             tree_select(**call | change)
-    return said
-
-
-def test_refusals_reach_all_ranks():
-    first, second = run_distributed(_refusals, 2)
-    names = ["topk=0", "topk=True", "topk=2.0", "max_seqlen='many'", "schedule='ring'", "index_q must be a 4-D"]
-    names += [
-        "index_weights (3, 1, 3)",
-        "index_q's head_dim, 4",
-        "index_k must be a 3-D",
-        *["q_positions=None must be"] * 2,
-    ]
-    names += ["cache_positions must be", "block_table needs cache_seqlens", *["selected must be int32 [3, 3"] * 2]
-    names += ["slots of this rank's", "selected holds -3", "'ring'", "window_size", "q_positions", "alibi_slopes"]
-    for said in (first, second):
-        for i, name in enumerate(names):
-            assert name in said[2 * i] and name in said[2 * i + 1], (name, said[2 * i : 2 * i + 2])
-    assert len(first) == 2 * len(names) and all(text.startswith("rank 1") for text in first[1::2])
