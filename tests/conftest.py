@@ -17,6 +17,7 @@ FOLDERS = {  # what all tests of a folder need
     "training": ("megatron.core",),
     "transformers": ("transformers",),
 }
+HTTP = "openai", "fastapi", "uvicorn"  # what modules need that import support.http_server
 PATIENCE = 4  # slow tests may take so many times as long as others before they count as hung: they run on busy machines
 
 
@@ -58,8 +59,11 @@ def _is_installed(package):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_make_collect_report(collector):
-    """Modules of a folder whose packages are not installed are skipped."""
-    needed = FOLDERS.get(collector.path.parent.name, ()) if isinstance(collector, pytest.Module) else ()
+    """Modules whose packages are not installed are skipped."""
+    needed = ()
+    if isinstance(collector, pytest.Module):
+        needed += FOLDERS.get(collector.path.parent.name, ())
+        needed += HTTP if "from support.http_server import" in collector.path.read_text() else ()
     for name in itertools.filterfalse(_is_installed, needed):
         place = str(collector.path), 1, f"Skipped: needs {name}"
         return pytest.CollectReport(collector.nodeid, "skipped", place, [])

@@ -13,9 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("fastapi")
-pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
 pytest.importorskip("PIL", reason="Pillow reads images")
 
 import openai

@@ -12,8 +12,6 @@ import urllib.request
 import pytest
 
 pytest.importorskip("deepspeed")
-pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
 
 import openai
 

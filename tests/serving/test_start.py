@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 
 pytest.importorskip("deepspeed")
-pytest.importorskip("uvicorn")
 
 from support.http_server import byte_model, byte_tokenizer
 from support.ranks import run_distributed
