@@ -7,7 +7,7 @@ import torch
 
 from megatron_tree.integrations.transformers import batch_shards, training
 from megatron_tree.integrations.transformers.attention import TreeCache
-from support.hf_models import CONFIGS, VOCAB, prompt, tiny_model
+from support.hf_models import VOCAB, family_config, prompt, tiny_model
 from support.ranks import run_distributed
 from support.rounding import rounding
 
@@ -174,7 +174,7 @@ def test_models_and_calls_that_are_refused():
     encoder = transformers.T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8, vocab_size=20)
     with pytest.raises(ValueError, match="decoder-only"):
         training.train_on_shards(transformers.T5ForConditionalGeneration(encoder))
-    config = CONFIGS["gpt_oss"]()
+    config = family_config("gpt_oss")
     config.output_router_logits = True
     with pytest.raises(ValueError, match="output_router_logits=True"):
         training.train_on_shards(transformers.AutoModelForCausalLM.from_config(config))
