@@ -16,6 +16,7 @@ from megatron_tree.integrations.transformers.split_rules import ROUTERS, SMALL, 
 from support.bound import bound
 from support.hf_architectures import assert_logits
 from support.hf_models import hf_generate, left_padded, plain, prompt
+from support.hf_training import averaged_gradients, gradients
 
 NEW = 6
 OF_IMAGES = ("model.vision_tower.", "model.multi_modal_projector.")
@@ -170,23 +171,20 @@ def traffic_of_a_step(model, ids, cache):
 def check_trained(make, **more):
     """Loss and gradients of a sequence that the ranks share. make() -> the model, the same each time, in evaluation
     mode, since dropout would differ. more: of the batch."""
-    world = dist.get_world_size()
     batch = {"input_ids": prompt(2, 21), "labels": prompt(2, 21)} | more
     model = make()
     want = model(**batch, use_cache=False).loss
     want.backward()
-    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    grads = gradients(model)
     model = make()
     tree_hf.train_on_shards(model)
     got = model(**tree_hf.shard_batch(batch, cp_group=dist.group.WORLD)).loss
     got.backward()
     assert abs(float(got - want)) < 2e-5 * float(want)
     largest = max(float(g.abs().max()) for g in grads.values())
-    for n, p in model.named_parameters():
-        if n in grads:
-            grad = torch.zeros_like(p) if p.grad is None else p.grad  # an expert that no token of this shard chose
-            dist.all_reduce(grad)
-            assert float((grad / world - grads[n]).abs().max()) <= 1e-4 * largest, n
+    found = averaged_gradients(model)
+    for n, grad in grads.items():
+        assert float((found[n] - grad).abs().max()) <= 1e-4 * largest, n
 
 
 def check_sharded(model):

@@ -5,10 +5,10 @@ import torch
 import torch.distributed as dist
 
 import megatron_tree.integrations.transformers as tree_hf
-import transformers
 from megatron_tree import tree_attn_func
 from megatron_tree.comm import record
 from megatron_tree.layout import document_positions, documents_over, spread_documents
+from support.hf_architectures import tiny_config
 from support.hf_models import left_padded
 from support.hf_served import check_served
 from support.hf_training import check_trained_batches
@@ -20,23 +20,9 @@ CHUNK = 7
 
 def make():
     """Three chunked layers and one without positions, whose queries grow warmer from token 5 on."""
-    config = transformers.Llama4TextConfig(
-        vocab_size=131,
-        hidden_size=32,
-        intermediate_size=16,
-        intermediate_size_mlp=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_local_experts=2,
-        attention_chunk_size=CHUNK,
-        floor_scale=5,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=None,
-        max_position_embeddings=128,
-    )
+    experts = dict(intermediate_size=16, intermediate_size_mlp=48, num_local_experts=2, num_experts_per_tok=1)
+    layers = dict(num_hidden_layers=4, layer_types=None, attention_chunk_size=CHUNK, floor_scale=5)
+    config = tiny_config("llama4_text", **experts, **layers)
     assert config.layer_types.count("chunked_attention") == 3 and len(set(config.layer_types)) == 2
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 import megatron_tree.integrations.transformers as tree_hf
 from support.hf_models import SWITCH, hf_generate, plain, prompt, tiny_model, tree_model
+from support.hf_training import averaged_gradients
 from support.ranks import on_ranks
 
 NEW = 8
@@ -120,7 +121,7 @@ def test_a_loop_of_ones_own_past_the_switch():
 
 @pytest.mark.parametrize("family", FAMILIES)
 @on_ranks(2)
-def test_training_on_shards(world, family):
+def test_training_on_shards(family):
     """Losses and gradients of rows on both sides of the switch, and of packed documents, as if each were alone."""
     lengths = (13, SWITCH, SWITCH + 1, 40)
     rows = [prompt(1, n, seed=n)[0] for n in lengths]
@@ -142,15 +143,11 @@ def test_training_on_shards(world, family):
         "labels": torch.cat([torch.cat((row.new_tensor([-100]), row[1:])) for row in rows])[None],
         "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
     }
-    group = dist.group.WORLD if world > 1 else None
     for batch in (padded, packed):
         model = tiny_model(family).train()
         tree_hf.train_on_shards(model)
-        loss = model(**tree_hf.shard_batch(batch, cp_group=group)).loss
+        loss = model(**tree_hf.shard_batch(batch, cp_group=dist.group.WORLD)).loss
         loss.backward()
         assert abs(loss.item() - want_loss) < 1e-5 * want_loss
-        for p, want in zip(model.parameters(), grads, strict=True):
-            got = p.grad / world
-            if world > 1:
-                dist.all_reduce(got)
+        for got, want in zip(averaged_gradients(model).values(), grads, strict=True):
             assert (got - want).abs().max() <= 2e-4 * want.abs().max() + 1e-7
