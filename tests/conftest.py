@@ -1,7 +1,5 @@
 import gc
 import importlib
-import importlib.util
-import itertools
 
 import pytest
 import torch
@@ -50,11 +48,13 @@ def pytest_configure_node(node):
     node.workerinput["turns"] = turns.new_folder().name
 
 
-def _is_installed(package):
+def _is_missing(package):
+    """Imports it: ranks then find it imported, see support/ranks.py."""
     try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # of what it is a part of
-        return False
+        importlib.import_module(package)
+    except ModuleNotFoundError:
+        return True
+    return False
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -64,7 +64,7 @@ def pytest_make_collect_report(collector):
     if isinstance(collector, pytest.Module):
         needed += FOLDERS.get(collector.path.parent.name, ())
         needed += HTTP if "from support.http_server import" in collector.path.read_text() else ()
-    for name in itertools.filterfalse(_is_installed, needed):
+    for name in filter(_is_missing, needed):
         place = str(collector.path), 1, f"Skipped: needs {name}"
         return pytest.CollectReport(collector.nodeid, "skipped", place, [])
 
