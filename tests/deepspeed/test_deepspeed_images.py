@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+import deepspeed
 import transformers
+from megatron_tree.integrations.deepspeed.training import register_sequence_parallel
 from support.deepspeed_cases import parameters
 from support.hf_images import batches, image_model
 from support.ranks import on_ranks
@@ -46,9 +48,6 @@ def _compare(losses, weights, want):
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
 @on_ranks(2, fresh=True)
 def test_zero_3(name):
-    import deepspeed
-    from megatron_tree.integrations.deepspeed.training import register_sequence_parallel
-
     model, batch, losses = image_model(name, torch.float32), _batch(name), []
     parallel = register_sequence_parallel(model, mlp_tile=8)
     small = 50_000  # elements; the default buckets are gigabytes, which poisoned_empty fills

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import deepspeed
+from megatron_tree.integrations import deepspeed as tree_deepspeed
 from support.hf_models import hf_generate, left_padded, plain, prompt, tiny_model
 from support.ranks import on_ranks, run_distributed
 from support.refusals import refused_with
@@ -14,9 +16,6 @@ NEW = 8
 
 
 def _engine(rank, world, tp_size, extensions):
-    import deepspeed
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
-
     model = tiny_model("llama")
     ids = prompt(2, 21)
     padded, mask = left_padded(2, 15)
@@ -51,8 +50,6 @@ def test_engine_equals_the_plain_model(world, tp_size, tmp_path):
 
 @on_ranks(4, fresh=True)
 def test_refusals_name_option_value_and_way_out(rank, tmp_path):
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
-
     listing = tmp_path / f"{rank}.json"
     listing.write_text("[1]")
     config_graphs = "enable_cuda_graph=True can't be used here: the cache grows; pass cuda_graphs=True"
@@ -80,8 +77,6 @@ def test_refusals_name_option_value_and_way_out(rank, tmp_path):
 
 
 def test_a_program_without_a_launcher(monkeypatch):
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
-
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.delenv("MASTER_PORT", raising=False)
     with pytest.raises(ValueError, match=r"LOCAL_RANK.*MASTER_PORT not set: start this program with a launcher"):
@@ -89,8 +84,6 @@ def test_a_program_without_a_launcher(monkeypatch):
 
 
 def _limits(rank, world):
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
-
     engine = tree_deepspeed.init_inference(tiny_model("llama"))
     parallel = tree_deepspeed.register_sequence_parallel(tiny_model("llama"))
     return engine.new_runner().config.timeout_s, parallel.tree_config.timeout_s

@@ -10,7 +10,13 @@ from support.refusals import refused_with
 from support.trainers import ADDRESS, ARGUMENTS
 
 pytest.importorskip("accelerate")
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState
+
 import transformers
+from megatron_tree.integrations.deepspeed.inference import init_comm
+from support.deepspeed_cases import parameters
+from support.hf_models import tiny_model
 
 STEPS = 4
 LENGTH = 41  # no multiple of twice the ranks
@@ -24,8 +30,6 @@ OPTIONS = ARGUMENTS | {
 
 
 def _model():
-    from support.hf_models import tiny_model
-
     return tiny_model("llama")
 
 
@@ -57,11 +61,7 @@ def _plain(rank, world, folder):
 
 
 def _sharded(rank, world, folder, stages, sp_size, as_ulysses, want):
-    from accelerate.state import AcceleratorState
-
-    from megatron_tree.integrations.deepspeed.inference import init_comm
     from megatron_tree.integrations.transformers.trainer import Trainer
-    from support.deepspeed_cases import parameters
 
     init_comm(60.0)  # as TrainingArguments do under the deepspeed launcher
     for zero in stages:
@@ -79,8 +79,6 @@ def _sharded(rank, world, folder, stages, sp_size, as_ulysses, want):
             }
         options = {"sp_size": sp_size}
         if as_ulysses:  # a user of Accelerate's sequence parallelism changes the import of Trainer only
-            from accelerate.parallelism_config import ParallelismConfig
-
             options = {"arguments": {"parallelism_config": ParallelismConfig(sp_size=sp_size, sp_backend="deepspeed")}}
             options |= {"loss_tile": 7, "mlp_tile": 7}
         losses, norms, evaluation, model, trainer = _run(
@@ -176,8 +174,6 @@ class _Wrapped(torch.nn.Module):
 
 
 def _losses_in_training(folder):
-    from accelerate.state import AcceleratorState
-
     from megatron_tree.integrations.transformers.trainer import Trainer
 
     class Own(Trainer):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_tree.integrations import deepspeed as tree_deepspeed
 from support.hf_architectures import assert_logits, random_model
 from support.hf_models import plain, prompt
 from support.ranks import on_ranks
@@ -15,8 +16,6 @@ NEW = 6
 )
 @on_ranks(2, timeout=200.0)
 def test_engine_equals_the_plain_model(name, weights):
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
-
     model, ids = random_model(name), prompt(1, 45)
     want = plain(model, ids, NEW)
     engine = tree_deepspeed.init_inference(model, weights=weights, page_size=2, prefill_chunk=16)
@@ -28,7 +27,5 @@ def test_engine_equals_the_plain_model(name, weights):
 
 @pytest.mark.refuses("`deepseek_v32` with tp_size above 1", when="init_inference: AutoTP would split an index")
 def test_tensor_parallelism_is_refused():
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
-
     with pytest.raises(ValueError, match="tp_size=2: DeepseekV32Config has layers with an index"):
         tree_deepspeed.init_inference(random_model("deepseek_v32"), tp_size=2)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree import TreeConfig, comm
 from megatron_tree.generation.scheduler import Scheduler
+from megatron_tree.integrations import deepspeed as tree_deepspeed
 from support.hf_architectures import HYBRIDS, WHOLE, assert_logits, random_model
 from support.hf_models import hf_generate, left_padded, plain, prompt
 from support.ranks import largest, on_ranks, run_distributed
@@ -44,8 +45,6 @@ IN_FILES = {  # experts one by one, q, k and v of a convolution apart, layers th
 
 
 def _engine(model, **options):
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
-
     return tree_deepspeed.init_inference(model, weights="sharded", page_size=2, prefill_chunk=8, **options)
 
 
@@ -109,8 +108,6 @@ def _row_bytes(cache):
 
 def _generation(rank, world, name, changes, even):
     """Prompts in chunks that go on from a state, rows of different lengths, and Transformers' own generate."""
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
-
     model, ids = random_model(name, **changes), prompt(1, 21)
     padded, mask = left_padded(2, 13)
     want, want_padded = plain(model, ids, NEW), plain(model, padded, NEW, mask)

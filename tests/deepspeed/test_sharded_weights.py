@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import TreeConfig
+from megatron_tree.integrations import deepspeed as tree_deepspeed
 from support.hf_models import hf_generate, left_padded, plain, prompt, tiny_model, tree_model
 from support.ranks import largest, on_ranks, run_distributed
 from support.tape import TapedSteps
@@ -72,8 +73,6 @@ def _numbers_of_a_token(model):
 
 
 def _run(rank, world, families):
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
-
     found = {}
     for family in families:
         model = _model(family)
@@ -129,8 +128,6 @@ def test_tokens_and_bytes_of_all_families(world):
 @on_ranks(4, fresh=True)
 def test_bf16_within_the_rule_and_the_same_bits_on_all_ranks(world, family):
     """Error of the logits of the next token, by that of the plain model in bf16; also where tokens are shared."""
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
-
     ids = prompt(1, 60)
     truth = _model(family)(ids, logits_to_keep=1).logits
     model = _model(family, torch.bfloat16)
@@ -157,8 +154,6 @@ FILES = (
 
 def _from_files(rank, world, folder):
     """The largest difference of a logit of engines of saved models."""
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
-
     worst = {}
     for family in FILES:
         model, ids = _model(family), prompt(1, 40)
@@ -183,7 +178,6 @@ def test_pieces_are_read_from_files(tmp_path):
 
 @on_ranks(3, fresh=True)
 def test_refusals():
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
     from megatron_tree.integrations.transformers.attention import TreeCache
 
     latents = "is for weights='sharded' and models with latent attention"
@@ -216,8 +210,6 @@ def test_refusals():
 
 
 def _replayed(rank, world, families):
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
-
     worst = {}
     for family in families:
         # gloo's ranks would meet in each call; NCCL's don't

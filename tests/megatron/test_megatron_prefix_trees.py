@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import prefix_tree, unshard_sequence
+from megatron_tree.integrations import megatron as tree_mcore
 from support.megatron_hybrid import build_hybrid, mixers_in_torch
 from support.megatron_models import Case, build_model, check, gradients_over_cp, megatron, reference_of
 from support.prefix_trees import grown
@@ -48,8 +49,6 @@ def as_tree(case):
     """The same of the model that gets their tree."""
     from megatron.core import parallel_state
 
-    from megatron_tree.integrations import megatron as tree_mcore
-
     group, (rows, weights) = parallel_state.get_context_parallel_group(), _rows()
     tree = prefix_tree(rows, weights=weights)
     batch, packed = tree_mcore.dispatch_batch({"prefix_tree": tree}, multiple_of=case.multiple_of)
@@ -82,8 +81,6 @@ def test_losses_and_gradients_are_those_of_the_rows(cp):
 @pytest.mark.refuses("prefix_tree with recurrent layers or attention dropout", when="the forward")
 @on_ranks()
 def test_what_takes_no_tree(world):
-    from megatron_tree.integrations import megatron as tree_mcore
-
     case = Rows(cp=world, tree=True, batch=1)
 
     def refused(messages, build, **options):

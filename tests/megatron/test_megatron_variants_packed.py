@@ -3,12 +3,17 @@
 import dataclasses
 import functools
 import itertools
+import sys
+import types
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_tree import shard_positions
+from megatron_tree.integrations import megatron as tree
+from megatron_tree.integrations.megatron.megatron_lm import dispatched_batches
 from support.megatron_hybrid import build_hybrid, mixers_in_torch
 from support.megatron_models import (
     VOCAB,
@@ -136,8 +141,6 @@ def dispatched(case, build=build_model):
     """The same of the model that gets documents which are whole on one rank, or spread."""
     from megatron.core import parallel_state
 
-    from megatron_tree.integrations import megatron as tree
-
     group = parallel_state.get_context_parallel_group()
     batch, begins = one_row(case)
     given = batch, begins
@@ -155,14 +158,8 @@ def dispatched(case, build=build_model):
 
 def inter_document(case, build=build_model):
     """The same of the batches of --dataloader-inter-document-masking: the row is cut zigzag as a whole."""
-    import sys
-    import types
-    from unittest import mock
-
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
-
-    from megatron_tree.integrations import megatron as tree
 
     group = parallel_state.get_context_parallel_group()
     batch, begins = one_row(case)
@@ -228,8 +225,6 @@ def test_inter_document_masking():
 
 @on_ranks(2)
 def test_a_model_that_was_not_prepared_says_so(world):
-    from megatron_tree.integrations import megatron as tree
-
     case = Packed(cp=world, **ONE)
     with megatron(tp=1, pp=1, cp=world):
         batch, begins = one_row(case)
@@ -309,14 +304,7 @@ def test_recurrent_layers_over_data_and_context_ranks(pattern, cp):
 @on_ranks(2)
 def test_batches_of_a_script():
     """What Megatron-LM's get_batch gets with --dispatch-documents, where the other data rank has other documents."""
-    import sys
-    import types
-    from unittest import mock
-
     from megatron.core import utils
-
-    from megatron_tree.integrations import megatron as tree
-    from megatron_tree.integrations.megatron.megatron_lm import dispatched_batches
 
     arguments = types.SimpleNamespace(
         calculate_per_token_loss=True, sequence_parallel=True, tensor_model_parallel_size=3

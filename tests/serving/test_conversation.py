@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_tree.comm import Ranks
+from megatron_tree.comm.wire import share
 from megatron_tree.generation.conversation import Conversation
 from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.serving.chat import Chat, follow
@@ -99,8 +101,6 @@ def test_templates_that_end_answers_or_change_earlier_turns():
 
 
 def _chat(rank, world, path):
-    from megatron_tree.comm import Ranks
-    from megatron_tree.comm.wire import share
     from megatron_tree.integrations.transformers.attention import TreeCache
     from megatron_tree.integrations.transformers.runner import Runner
 

@@ -5,6 +5,9 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from megatron_tree.integrations import transformers as tree_hf
 from megatron_tree.integrations.transformers.image_training import MODELS
@@ -106,10 +109,6 @@ def test_tiles_recomputed_layers_and_frozen_vision():
 def test_a_rank_runs_the_images_of_its_tokens_or_one(rank, world, kind):
     """One image at the beginning of the row, whose tokens rank 0 has: what the vision part runs on each rank, and the
     weights after two steps."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torch.distributed.tensor import DTensor
-    from torch.nn.parallel import DistributedDataParallel
-
     batch = batches("qwen3_vl", image_model("qwen3_vl"))["one row"][1][0]
     longer = {"input_ids": 60, "labels": -100, "mm_token_type_ids": 0}
     batch |= {key: torch.nn.functional.pad(batch[key], (0, 43), value=fill) for key, fill in longer.items()}

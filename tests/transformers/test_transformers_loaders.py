@@ -27,9 +27,7 @@ def _random(samples):
 
 
 def _accelerator(**options):
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     return accelerate.Accelerator(cpu=True, dataloader_config=accelerate.DataLoaderConfiguration(**options))
 
 

@@ -5,6 +5,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from support.deepspeed_cases import Case
 from support.ranks import largest, on_ranks, run_distributed
@@ -67,9 +72,6 @@ SLOW = {
 
 def _wrap(model, wrapper):
     """The model in a wrapper that averages over all ranks."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
     world = torch.distributed.get_world_size()
     if wrapper == "none":
         return model
@@ -181,9 +183,6 @@ def test_wrapped_on_data_and_sequence_ranks():
 
 def _save(rank, world, case, folder):
     """Two steps, and a checkpoint. Returns what one rank does in all of them."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
     model, wrapped, parallel, optimizer = _start(case)
     _train(case, model, wrapped, parallel, optimizer, case.steps()[:2])
     weights, states = get_state_dict(wrapped, optimizer)
@@ -193,9 +192,6 @@ def _save(rank, world, case, folder):
 
 def _resume(rank, world, case, folder, want):
     """The other two steps, on other ranks or another wrapper. Returns how far the weights are apart."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
     model, wrapped, parallel, optimizer = _start(case)
     with torch.no_grad():
         for p in wrapped.parameters():
@@ -220,10 +216,6 @@ def test_a_checkpoint_is_resumed_on_another_mesh(tmp_path):
 
 @on_ranks(4)
 def test_wrappers_and_meshes_of_other_ranks_are_refused():
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
     from megatron_tree.integrations.transformers import register_sequence_parallel
 
     ids, policy = torch.arange(1, 17).view(1, -1), MixedPrecisionPolicy(torch.float32)

@@ -11,6 +11,9 @@ from support.ranks import on_ranks
 from support.trainers import ADDRESS, ARGUMENTS
 
 pytest.importorskip("accelerate")
+from accelerate.state import AcceleratorState
+from transformers.integrations.neftune import activate_neftune
+
 import transformers
 
 SHAPE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": VOCAB}
@@ -109,8 +112,6 @@ def test_noise_of_routers():
 @on_ranks(2)
 def test_noise_of_embeddings(packed):
     """NEFTune's size depends on the length of whole rows; the largest of a thousand numbers is near its bound."""
-    from transformers.integrations.neftune import activate_neftune
-
     from megatron_tree.integrations.transformers import register_sequence_parallel
 
     model, seen = tiny_model("llama").train(), []
@@ -132,8 +133,6 @@ def test_noise_of_embeddings(packed):
 @on_ranks(2, timeout=250, env=ADDRESS, fresh=True)
 def test_a_resumed_run_goes_on_with_the_same_noise(rank, tmp_path):
     """Losses of a run with dropout, whole and from its checkpoint on."""
-    from accelerate.state import AcceleratorState
-
     from megatron_tree.integrations.transformers.trainer import Trainer
 
     ids = prompt(14, LENGTH)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from megatron_tree import prefix_tree
 from support.hf_models import prompt, tiny_model
@@ -9,6 +10,8 @@ from support.ranks import on_ranks
 from support.trainers import ADDRESS
 
 pytest.importorskip("accelerate")
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 
 TOKENS = 61  # no multiple of twice the ranks
 WORSE = 1.5  # than bf16 of one rank's whole sequences: other roundings of as many numbers
@@ -29,14 +32,10 @@ def _batches():
 
 def _wrapped(kind, model):
     if kind == "FSDP2":
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for layer in model.model.layers:
             fully_shard(layer, mp_policy=policy)
         return fully_shard(model, mp_policy=policy)
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     wrapped = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
