@@ -8,6 +8,14 @@ import support_matrix
 from support import ranks, turns
 from support.ranks import close_pools, poisoned_empty, seed_everything
 
+FOLDERS = {  # what all tests of a folder need
+    "deepspeed": ("deepspeed", "transformers"),
+    "megatron": ("megatron.core",),
+    "serving": ("transformers",),
+    "training": ("megatron.core",),
+    "transformers": ("transformers",),
+}
+HTTP = "openai", "fastapi", "uvicorn"  # what modules need that import support.http_server
 PATIENCE = 4  # slow tests may take so many times as long as others before they count as hung: they run on busy machines
 
 
@@ -38,6 +46,27 @@ def pytest_report_header():
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node):
     node.workerinput["turns"] = turns.new_folder().name
+
+
+def _is_missing(package):
+    """Imports it: ranks then find it imported, see support/ranks.py."""
+    try:
+        importlib.import_module(package)
+    except ModuleNotFoundError:
+        return True
+    return False
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_make_collect_report(collector):
+    """Modules whose packages are not installed are skipped."""
+    needed = ()
+    if isinstance(collector, pytest.Module):
+        needed += FOLDERS.get(collector.path.parent.name, ())
+        needed += HTTP if "from support.http_server import" in collector.path.read_text() else ()
+    for name in filter(_is_missing, needed):
+        place = str(collector.path), 1, f"Skipped: needs {name}"
+        return pytest.CollectReport(collector.nodeid, "skipped", place, [])
 
 
 def pytest_itemcollected(item):

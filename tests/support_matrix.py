@@ -30,6 +30,20 @@ def refused(feature, *values, when):
     return pytest.param(*values, marks=pytest.mark.refuses(feature, when=when), id=feature)
 
 
+def supported(names, with_, fast=None):
+    """Cases of pytest.mark.parametrize with the mark `supports`, one a name; slow but for the `fast` ones, if given."""
+    cases = []
+    for name in names:
+        slow = [] if fast is None or name in fast else [pytest.mark.slow]
+        cases.append(pytest.param(name, marks=[pytest.mark.supports(f"`{name}`", with_=with_), *slow], id=name))
+    return cases
+
+
+def slow_but(fast, names):
+    """Cases of pytest.mark.parametrize, one a name, slow but for the `fast` ones."""
+    return [pytest.param(name, marks=[] if name in fast else pytest.mark.slow) for name in names]
+
+
 def marked_files():
     """{page: test files that use one of the marks}."""
     pages = {MEGATRON: [], HUGGING_FACE: []}

@@ -22,12 +22,13 @@ from megatron_tree.config import AttnSpec
 from megatron_tree.layout import Packed, Segment
 from support.attention import make_inputs, make_slopes, oracle
 from support.decoding import cached_oracle, decode_inputs, decode_oracle
-from support.ranks import largest, run_distributed
+from support.ranks import largest, on_ranks, run_distributed
 
 INT = np.int64
 
 
-def _numpy_integers(rank, world):
+@on_ranks(2)
+def test_numpy_integers_are_integers(rank, world):
     """Rank 1 passes numpy's integers where rank 0 passes Python's: one call."""
     kind = INT if rank else int
     group, n = dist.group.WORLD, 8
@@ -60,11 +61,6 @@ def _numpy_integers(rank, world):
     shares = dict(head_shares=[kind(2), kind(2)])
     out = tree_decode(q[:, -1:, heads], k[:, own], v[:, own], cp_group=group, **shares)
     assert (out - oracle(q, k, v, dout)[0][:, -1:, heads]).abs().max() < 1e-12
-    return True
-
-
-def test_numpy_integers_are_integers():
-    assert all(run_distributed(_numpy_integers, 2))
 
 
 @pytest.mark.parametrize("bad", [True, 4.0, np.float64(4), "4", None])
@@ -78,17 +74,14 @@ def test_what_is_no_integer(bad):
             TreeConfig(head_chunks=bad)
 
 
-def _shards(rank, world):
+@on_ranks(2)
+def test_shards_are_joined_again(rank, world):
     x = torch.arange(12.0)[:, None]
     for seq_len, layout in ((8, [5, 3]), (8, (INT(5), INT(3))), (12, "zigzag"), (11, "contiguous"), (1, "contiguous")):
         mine = shard_sequence(x[:seq_len], dist.group.WORLD, 0, layout)
         assert torch.equal(mine, x[shard_positions(seq_len, rank, world, layout)])
         assert torch.equal(unshard_sequence(mine, dist.group.WORLD, 0, layout, seq_len), x[:seq_len])
-    return torch.equal(unshard_sequence(x[: 5 - 2 * rank], dist.group.WORLD, 0, [(5, 3), [5, 3]][rank])[:5], x[:5])
-
-
-def test_shards_are_joined_again():
-    assert all(run_distributed(_shards, 2))
+    assert torch.equal(unshard_sequence(x[: 5 - 2 * rank], dist.group.WORLD, 0, [(5, 3), [5, 3]][rank])[:5], x[:5])
 
 
 def test_segments_and_runs_of_several_ranks():
@@ -112,7 +105,8 @@ def _expand(latents):
     return (latents[:, :, 0] @ up).unflatten(-1, (2, 16)).split(8, -1)
 
 
-def _expanded(rank, world):
+@on_ranks(2)
+def test_latents_are_checked_for_nan(rank):
     """Latents with check="finite", clean and with a NaN on rank 1."""
     q = make_inputs(8, (4, 2), batch=1)[0]
     latents = torch.randn(1, 8, 1, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
@@ -126,11 +120,6 @@ def _expanded(rank, world):
         latents[0, 5, 0, 2] = float("nan")
     with pytest.raises(ValueError, match=r"k_cache on rank 1 .*first at k_cache\[0, 1, 0, 2\] = nan"):
         tree_prefill(q[:, own], latents[:, own], config=config, **options)
-    return True
-
-
-def test_latents_are_checked_for_nan():
-    assert all(run_distributed(_expanded, 2))
 
 
 def _padded_cross(rank, world):
@@ -166,7 +155,8 @@ def test_padding_after_the_documents_is_no_document():
     assert packed_layout([0, 4], num_rows=6) == Packed((4, 0), (4, 2))
 
 
-def _heads_on_one_rank(rank, world):
+@on_ranks(3)
+def test_all_heads_everywhere_where_one_rank_has_them_by_its_share(rank, world):
     """Rank 0 has all heads by its share: the others may pass none, or all."""
     worst = 0.0
     q, k, v = decode_inputs(2, 1, 4 * world, (2, 1))
@@ -184,8 +174,4 @@ def _heads_on_one_rank(rank, world):
             out = tree_prefill(queries, k[:, own], v[:, own], **chunk, **call)
             assert out.shape == (2, 1, shares[rank], 8)
             worst = largest((worst, *(out - truth[:, :, : shares[rank]]).abs().flatten()))
-    return worst
-
-
-def test_all_heads_everywhere_where_one_rank_has_them_by_its_share():
-    assert largest(run_distributed(_heads_on_one_rank, 3)) < 1e-12
+    assert worst < 1e-12, worst

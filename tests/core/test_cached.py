@@ -11,7 +11,7 @@ from megatron_tree.plan import grids
 from support.attention import dense, make_slopes
 from support.decoding import cache_of, cached_oracle, decode_inputs, prefill_chunk, same_everywhere
 from support.ragged_rows import LONGEST, ragged_rows
-from support.ranks import largest, run_distributed
+from support.ranks import largest, on_ranks, run_distributed
 from support.rounding import error, rounding
 
 FORMS = {  # heads, head_dim, head_dim_v, options of the call
@@ -34,7 +34,13 @@ def want(*args, **options):
     return cached_oracle(*args, **options)[0]
 
 
-def _prefill(rank, world, page_size):
+@pytest.mark.parametrize(
+    ("world", "page_size"),
+    [(1, 4), (2, 4), (3, 1), (4, 16), pytest.param(8, 3, marks=pytest.mark.slow)],
+)
+@on_ranks()
+def test_prefill_in_chunks(rank, world, page_size):
+    # 4 ranks and pages of 16: some have no queries in a chunk, and no keys either at the beginning
     worst = {}
     for form, (heads, d, d_v, options) in OF_PREFILL.items():
         for chunks in CHUNKS:
@@ -50,20 +56,11 @@ def _prefill(rank, world, page_size):
                     truth = want(q[:, new], k[:, : at + n], v[:, : at + n], at, **options)
                     worst[form] = largest((worst.get(form, 0.0), error(out, truth[:, torch.tensor(mine).long()])))
                     at += n
-    return worst
+    assert largest(worst.values()) < rounding(max(map(sum, CHUNKS))), worst
 
 
-@pytest.mark.parametrize(
-    ("world", "page_size"),
-    [(1, 4), (2, 4), (3, 1), (4, 16), pytest.param(8, 3, marks=pytest.mark.slow)],
-)
-def test_prefill_in_chunks(world, page_size):
-    # 4 ranks and pages of 16: some have no queries in a chunk, and no keys either at the beginning
-    for worst in run_distributed(_prefill, world, page_size):
-        assert largest(worst.values()) < rounding(max(map(sum, CHUNKS))), worst
-
-
-def _prefill_with_triton(rank, world):
+@on_ranks(2)
+def test_prefill_with_triton_kernels(rank, world):
     q, k, v = decode_inputs(1, 40, 40, dtype=torch.float32)
     options, worst = dict(config=TreeConfig(backend="triton", timeout_s=60)), []
     for grid in grids(world):
@@ -72,14 +69,13 @@ def _prefill_with_triton(rank, world):
             out, mine = prefill_chunk(cache, row, q[:, new], k[:, new], v[:, new], options, grid)
             truth = want(q[:, new], k[:, : new.stop], v[:, : new.stop], new.start)
             worst.append(error(out, truth[:, torch.tensor(mine).long()]))
-    return largest(worst)
+    found = largest(worst)
+    assert found < rounding(40), found
 
 
-def test_prefill_with_triton_kernels():
-    assert largest(run_distributed(_prefill_with_triton, 2)) < rounding(40)
-
-
-def _prefill_bf16(rank, world):
+@pytest.mark.parametrize("world", [1, 4])
+@on_ranks()
+def test_prefill_in_bf16_within_the_rule(rank, world):
     q, k, v = decode_inputs(1, 96, 96, (8, 2), 32, 32, torch.bfloat16)
     errors = []
     for options in BF16:
@@ -90,15 +86,13 @@ def _prefill_bf16(rank, world):
             for new in (slice(0, 40), slice(40, 96)):
                 out, mine = prefill_chunk(cache, row, q[:, new], k[:, new], v[:, new], options, grid)
                 errors.append(float((out.double() - truth[:, new][:, mine]).abs().max() / allowed))
-    return largest(errors)
+    worst = largest(errors)
+    assert worst <= 2, worst
 
 
-@pytest.mark.parametrize("world", [1, 4])
-def test_prefill_in_bf16_within_the_rule(world):
-    assert largest(run_distributed(_prefill_bf16, world)) <= 2
-
-
-def _decode(rank, world, page_size):
+@pytest.mark.parametrize(("world", "page_size"), [(1, 4), (2, 1), (4, 16)])
+@on_ranks()
+def test_decode_from_pages(rank, world, page_size):
     """Rows of different lengths in one cache; every schedule and eight bits, too."""
     worst = {}
     for name, form in FORMS.items():
@@ -108,16 +102,12 @@ def _decode(rank, world, page_size):
                 out = tree_decode(**call, schedule=schedule)
                 assert same_everywhere(out), (name, dtype, schedule)
                 worst[name, dtype] = largest((worst.get((name, dtype), 0.0), error(out, truth)))
-    return worst
+    assert largest(worst.values()) < rounding(LONGEST), worst
 
 
-@pytest.mark.parametrize(("world", "page_size"), [(1, 4), (2, 1), (4, 16)])
-def test_decode_from_pages(world, page_size):
-    for worst in run_distributed(_decode, world, page_size):
-        assert largest(worst.values()) < rounding(LONGEST), worst
-
-
-def _decode_bf16(rank, world):
+@pytest.mark.parametrize("world", [1, 4])
+@on_ranks()
+def test_decode_in_bf16_within_the_rule(rank, world):
     errors, options = [], dict(cp_group=dist.group.WORLD, q_positions=torch.tensor([127]))
     for mask in BF16:
         q, k, v = decode_inputs(2, 128, 128, (8, 2), 32, 32, torch.bfloat16)
@@ -132,25 +122,19 @@ def _decode_bf16(rank, world):
         seen = dict(block_table=view.block_table, cache_seqlens=view.lengths, cache_positions=view.positions)
         outs = [tree_decode(q, pages.k, pages.v, schedule=x, **options, **seen, **mask) for x in DECODE_SCHEDULES]
         errors += [float((out.double() - truth).abs().max() / (last.double() - truth).abs().max()) for out in outs]
-    return largest(errors)
+    worst = largest(errors)
+    assert worst <= 2, worst
 
 
-@pytest.mark.parametrize("world", [1, 4])
-def test_decode_in_bf16_within_the_rule(world):
-    assert largest(run_distributed(_decode_bf16, world)) <= 2
-
-
-def _nothing_to_do(rank, world):
+@on_ranks(2)
+def test_no_queries_at_all(rank, world):
     q, k, v = decode_inputs(1, 0, 3, dtype=torch.float32)
     options = dict(cp_group=dist.group.WORLD, shares=[[] for _ in range(world)])
     alone = tree_prefill(q, k, v, key_segments=[Segment(0, 0, 3)], **options)
     segments = [[Segment(0, 0, 3)], *([] for _ in range(world - 1))]
     some = slice(0, 0 if rank else 3)
-    return alone.shape, tree_prefill(q, k[:, some], v[:, some], key_segments=segments, **options).shape
-
-
-def test_no_queries_at_all():
-    assert run_distributed(_nothing_to_do, 2) == [((1, 0, 4, 8), (1, 0, 4, 8))] * 2
+    beside = tree_prefill(q, k[:, some], v[:, some], key_segments=segments, **options)
+    assert alone.shape == beside.shape == (1, 0, 4, 8)
 
 
 def _refused(rank, world):

@@ -19,7 +19,7 @@ from megatron_tree import (
 )
 from megatron_tree.attention.selection import Blocks
 from support.attention import make_inputs, oracle
-from support.ranks import largest, run_distributed
+from support.ranks import largest, on_ranks, run_distributed
 from support.recurrences import decaying
 
 CONTIGUOUS = "contiguous"
@@ -110,29 +110,26 @@ def _joined(n, group, config):
 CALLS = (_attention, _cross, _documents, _recurrent, _selected, _joined)
 
 
-def _run(rank, world, lengths):
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks()
+def test_any_length(world):
+    """The same own length in sequences of other lengths, one after another: 8 tokens beside 8, and beside 9."""
+    lengths = (17, 16, 17)
     group, errors = dist.group.WORLD, []
     for transport, some in (("auto", lengths), ("builtin", lengths[:1])):
         config = TreeConfig(timeout_s=60.0, tune=False, transport=transport)
         errors += [error for n in some for call in CALLS for error in call(n, group, config)]
-    return largest(errors)
+    worst = largest(errors)
+    assert worst < 1e-12, worst
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_any_length(world):
-    """The same own length in sequences of other lengths, one after another: 8 tokens beside 8, and beside 9."""
-    assert largest(run_distributed(_run, world, (17, 16, 17))) < 1e-12
-
-
-def _short(rank, world):
+@on_ranks(4)
+def test_ranks_without_tokens():
     """Fewer tokens than ranks."""
     group, q = dist.group.WORLD, make_inputs(2, (2, 2), batch=1)[0]
     own = shard_sequence(q, group, 1, CONTIGUOUS)
-    return _error(tree_attn_func(own, own, own, cp_group=group, layout=CONTIGUOUS), oracle(q, q, q, q)[0], group)
-
-
-def test_ranks_without_tokens():
-    assert largest(run_distributed(_short, 4)) < 1e-12
+    worst = _error(tree_attn_func(own, own, own, cp_group=group, layout=CONTIGUOUS), oracle(q, q, q, q)[0], group)
+    assert worst < 1e-12, worst
 
 
 def _refused(rank, world):

@@ -6,18 +6,75 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import TreeConfig, comm, tree_decode, tree_select
+from megatron_tree import TreeConfig, comm, energy, tree_decode, tree_select
 from megatron_tree.attention.decode import DecodeOptions, DecodeStep
-from megatron_tree.config import DECODE_SCHEDULES, SELECT_SCHEDULES
+from megatron_tree.config import DECODE_SCHEDULES, SELECT_SCHEDULES, AttnSpec
 from megatron_tree.kernels import KVCache
 from megatron_tree.plan import plan_select
 from support.decoding import decode_inputs, same_everywhere
-from support.ranks import largest, run_distributed
+from support.paging import paged
+from support.ranks import largest, on_ranks, run_distributed
+from support.refusals import refused_with
 from support.rounding import error, rounding
-from support.selection import chosen_by_all, held, in_pages, index_inputs, oracle, oracle_keep, positions_of
 
 TOTAL, QUERIES, LENGTHS = 60, 3, (60, 33, 7)
 TOPK = 8
+INDEX = 3, 4  # heads and head_dim
+
+
+def index_inputs(batch, n, total, seed=0, values=3):
+    """index_q, index_weights and index_k in whole numbers: scores are exact in fp32, and many of them are equal."""
+    g = torch.Generator().manual_seed(seed)
+    heads, d = INDEX
+    shapes = (batch, n, heads, d), (batch, n, heads), (batch, total, d)
+    return [torch.randint(-values, values + 1, shape, generator=g).float() for shape in shapes]
+
+
+def positions_of(rank, owners, lengths):
+    """Positions [b, s_local] of the slots of a rank, backwards, and -1 beyond the rows' lengths. owners [total]."""
+    mine = (owners == rank).nonzero()[:, 0].flip(0)
+    return torch.stack([mine.where(mine < length, -1) for length in lengths])
+
+
+def held(x, positions):
+    """x [b, total, ...] at positions [b, s]; NaN at -1."""
+    index = positions.clamp(min=0).unflatten(1, (-1, *(1 for _ in x.shape[2:]))).expand(-1, -1, *x.shape[2:])
+    return x.gather(1, index).masked_fill((positions < 0).unflatten(1, (-1, *(1 for _ in x.shape[2:]))), float("nan"))
+
+
+def oracle_keep(index, topk, q_positions, lengths, scale=1.0):
+    """bool [b, n, total]: the selected keys."""
+    places = torch.arange(index[2].shape[1])
+    keep = (places <= q_positions[..., None]) & (places < torch.tensor(lengths)[:, None, None])
+    return energy.selected(*(x.double() for x in index), topk, keep, scale)
+
+
+def oracle(q, k, v, keep, sinks=None):
+    spec = AttnSpec(softmax_scale=q.shape[-1] ** -0.5)
+    return energy.attention(*(x.double() for x in (q, k, v)), spec=spec, keep=keep, sinks=sinks)
+
+
+def selected_positions(rows, positions):
+    """bool-like int32 [b, n, total of positions + 1]: how often each position is among this rank's selected slots."""
+    found = positions[torch.arange(len(rows))[:, None, None], rows.clamp(min=0).long()]
+    return found.where(rows >= 0, -1)
+
+
+def chosen_by_all(rows, positions, total):
+    """int32 [b, n, total]: how many ranks have selected each position."""
+    counts = torch.zeros(*rows.shape[:2], total + 1, dtype=torch.int32)
+    if rows.shape[2]:
+        counts.scatter_add_(2, selected_positions(rows, positions) % (total + 1), torch.ones_like(rows))
+    dist.all_reduce(counts)
+    return counts[..., :total]
+
+
+def in_pages(x, positions, size=4):
+    """(pages, block table, cache_seqlens, positions of its slots) of x [b, s, ...]; a page of nothing if s is 0."""
+    length, missing = x.shape[1], -x.shape[1] % size or size * (x.shape[1] == 0)
+    x = torch.cat((x, x.new_full((len(x), missing, *x.shape[2:]), float("nan"))), 1)
+    positions = torch.nn.functional.pad(positions, (0, missing), value=-1)
+    return *paged(x, size), torch.full((len(x),), length), positions
 
 
 def _case(rank, world, seed):
@@ -37,7 +94,9 @@ def unread(x, rows):
     return x.masked_fill(~kept[:, :-1, None, None], float("nan"))
 
 
-def _select(rank, world, transport):
+@pytest.mark.parametrize(("world", "transport"), [(1, "auto"), (2, "auto"), (3, "direct"), (4, "builtin"), (4, "shm")])
+@on_ranks()
+def test_selected_keys_are_the_oracles(rank, world, transport):
     """Every schedule, dense and in pages: the oracle's keys on some rank each, attention to them, the same bits."""
     worst, group = 0.0, dist.group.WORLD
     config = TreeConfig(transport=transport, timeout_s=60)
@@ -63,15 +122,12 @@ def _select(rank, world, transport):
         seen = dict(q_positions=q_positions, cache_positions=at, cache_seqlens=lengths, block_table=table)
         of_pages = tree_select(*index[:2], pages, **seen, **call)
         assert torch.equal(of_pages, rows)
-    return worst
+    assert worst < rounding(TOTAL), worst
 
 
-@pytest.mark.parametrize(("world", "transport"), [(1, "auto"), (2, "auto"), (3, "direct"), (4, "builtin"), (4, "shm")])
-def test_selected_keys_are_the_oracles(world, transport):
-    assert largest(run_distributed(_select, world, transport)) < rounding(TOTAL)
-
-
-def _layers(rank, world):
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_layers_that_select_their_own_keys(rank, world):
     """The layers of a step share a plan, whatever each selects; every schedule; heads that are split over the ranks."""
     group, worst, step = dist.group.WORLD, 0.0, DecodeStep()
     options = DecodeOptions(comm.Ranks.of(group, config=TreeConfig(timeout_s=60)))
@@ -94,12 +150,7 @@ def _layers(rank, world):
         out = tree_decode(q[:, :, mine], local_k, local_v, **call)
         worst = largest((worst, error(out, truth[:, :, mine])))
     assert len(step._known) == world, "with 2 ranks the shards of seed 0 have another length"
-    return worst
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_layers_that_select_their_own_keys(world):
-    assert largest(run_distributed(_layers, world)) < rounding(TOTAL)
+    assert worst < rounding(TOTAL), worst
 
 
 BATCH, WIDE, MANY = 5, 32, 128  # rows of one query, and keys of each
@@ -154,29 +205,47 @@ def test_bytes_are_those_of_the_formula():
     assert sum(rows for _, rows in results) == BATCH * WIDE
 
 
-def _refusals(rank, world):
-    """What every rank is told where all are wrong, where the last one is, and where they differ."""
-    group, said = dist.group.WORLD, []
+@on_ranks(2)
+def test_refusals_reach_all_ranks(rank, world):
+    """Where all are wrong, where the last one is, and where they differ."""
+    group = dist.group.WORLD
     q, k, v, index, positions, q_positions = _case(rank, world, 0)
     local_k, local_v, local_i = (held(x, positions) for x in (k, v, index[2]))
     call = dict(index_q=index[0], index_weights=index[1], index_k=local_i, topk=4, cp_group=group)
     call |= dict(q_positions=q_positions, cache_positions=positions)
     rows = tree_select(**call)
     attend = dict(q=q, k_cache=local_k, v_cache=local_v, cp_group=group, selected=rows)
-    bad = [dict(topk=0), dict(topk=True), dict(topk=2.0), dict(max_seqlen="many"), dict(schedule="ring")]
-    bad += [dict(index_q=q[0]), dict(index_weights=index[1][:, :1]), dict(index_k=local_i[..., :3])]
-    bad += [dict(index_k=local_i.long()), dict(cache_positions=None, q_positions=None), dict(q_positions=None)]
-    bad += [dict(cache_positions=positions[:, 1:]), dict(block_table=torch.zeros(3, 1, dtype=torch.int32))]
-    of_decode = [dict(selected=rows.long()), dict(selected=rows[:, :1]), dict(selected=rows + 100)]
-    of_decode += [dict(selected=rows - 2), dict(schedule="ring"), dict(window_size=(4, 0))]
-    of_decode += [dict(q_positions=q_positions, cache_positions=positions), dict(alibi_slopes=torch.ones(4))]
-    cases = [(tree_select, call, change) for change in bad]
-    cases += [(tree_decode, attend, change) for change in of_decode]
-    for function, given, change in cases:
-        for wrong in (True, rank == world - 1):
-            with pytest.raises(ValueError) as caught:
-                function(**given | (change if wrong else {}))
-            said.append(str(caught.value))
+    of_select = [
+        ("topk=0", dict(topk=0)),
+        ("topk=True", dict(topk=True)),
+        ("topk=2.0", dict(topk=2.0)),
+        ("max_seqlen='many'", dict(max_seqlen="many")),
+        ("schedule='ring'", dict(schedule="ring")),
+        ("index_q must be a 4-D", dict(index_q=q[0])),
+        ("index_weights (3, 1, 3)", dict(index_weights=index[1][:, :1])),
+        ("index_q's head_dim, 4", dict(index_k=local_i[..., :3])),
+        ("index_k must be a 3-D", dict(index_k=local_i.long())),
+        ("q_positions=None must be", dict(cache_positions=None, q_positions=None)),
+        ("q_positions=None must be", dict(q_positions=None)),
+        ("cache_positions must be", dict(cache_positions=positions[:, 1:])),
+        ("block_table needs cache_seqlens", dict(block_table=torch.zeros(3, 1, dtype=torch.int32))),
+    ]
+    of_decode = [
+        ("selected must be int32 [3, 3", dict(selected=rows.long())),
+        ("selected must be int32 [3, 3", dict(selected=rows[:, :1])),
+        ("slots of this rank's", dict(selected=rows + 100)),
+        ("selected holds -3", dict(selected=rows - 2)),
+        ("'ring'", dict(schedule="ring")),
+        ("window_size", dict(window_size=(4, 0))),
+        ("q_positions", dict(q_positions=q_positions, cache_positions=positions)),
+        ("alibi_slopes", dict(alibi_slopes=torch.ones(4))),
+    ]
+    for function, given, cases in ((tree_select, call, of_select), (tree_decode, attend, of_decode)):
+        for message, change in cases:
+            with refused_with(message):
+                function(**given | change)
+            with refused_with(message, *([] if rank else ["rank 1"])):
+                function(**given | (change if rank == world - 1 else {}))
     attend["config"] = call["config"] = TreeConfig(check="finite", timeout_s=60)
     tree_decode(**attend | dict(selected=tree_select(**call)))  # NaN in hidden and other slots is nobody's
     spoiled = {name: call[name].masked_fill(torch.tensor(rank == 1), float("nan")) for name in list(call)[:3]}
@@ -188,21 +257,3 @@ def _refusals(rank, world):
     for change in (dict(topk=4 + rank), dict(softmax_scale=1.0 + rank), dict(max_seqlen=3 if rank else 100)):
         with pytest.raises(ValueError, match="differ"):
             tree_select(**call | change)
-    return said
-
-
-def test_refusals_reach_all_ranks():
-    first, second = run_distributed(_refusals, 2)
-    names = ["topk=0", "topk=True", "topk=2.0", "max_seqlen='many'", "schedule='ring'", "index_q must be a 4-D"]
-    names += [
-        "index_weights (3, 1, 3)",
-        "index_q's head_dim, 4",
-        "index_k must be a 3-D",
-        *["q_positions=None must be"] * 2,
-    ]
-    names += ["cache_positions must be", "block_table needs cache_seqlens", *["selected must be int32 [3, 3"] * 2]
-    names += ["slots of this rank's", "selected holds -3", "'ring'", "window_size", "q_positions", "alibi_slopes"]
-    for said in (first, second):
-        for i, name in enumerate(names):
-            assert name in said[2 * i] and name in said[2 * i + 1], (name, said[2 * i : 2 * i + 2])
-    assert len(first) == 2 * len(names) and all(text.startswith("rank 1") for text in first[1::2])

@@ -16,7 +16,7 @@ from megatron_tree.layout import Segment
 from megatron_tree.plan import Shape, grids
 from support.attention import configs, make_inputs, make_sinks
 from support.plans import training
-from support.ranks import run_distributed
+from support.ranks import on_ranks, run_distributed
 
 WITHOUT_THIRD = "attention has no third derivatives"
 
@@ -249,7 +249,10 @@ def test_bytes_equal_the_formula(world, dtype):
                 assert second == 2 * backward
 
 
-def _low_precision(rank, world, dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("world", [1, 4])
+@on_ranks()
+def test_low_precision_within_the_rule(rank, world, dtype):
     """By schedule: errors of outt and of second derivatives as fractions of those of torch's operations in `dtype`."""
     whole, directions = inputs_and_tangents(32 * world, (4, 2), batch=1, d=32, d_v=32, dtype=dtype)
     q, k, v, _ = whole
@@ -277,31 +280,22 @@ def _low_precision(rank, world, dtype):
         mine = ([x[:, rows] for x in y] for y in ((q, k, v), directions))
         results = derive(attend, *mine, upstream[:, rows])
         found[label] = [float((x - t[:, rows]).abs().max() / a) for x, t, a in zip(results, truth, allowed)]
-    return found
+    for label, (outt, *second) in found.items():
+        assert outt <= 2 and max(second) <= 3, (label, outt, second)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("world", [1, 4])
-def test_low_precision_within_the_rule(world, dtype):
-    for found in run_distributed(_low_precision, world, dtype):
-        for label, (outt, *second) in found.items():
-            assert outt <= 2 and max(second) <= 3, (label, outt, second)
-
-
-def _disagreeing(rank, world):
+@on_ranks(2)
+def test_ranks_must_agree_on_tangents(rank, world):
     q, k, v = (x[:, 4 * rank : 4 * rank + 4] for x in make_inputs(4 * world, (4, 2))[:3])
     attend = functools.partial(tree_attn_func, k=k, v=v, cp_group=dist.group.WORLD)
     with pytest.raises(ValueError, match="tangents"), forward_ad.dual_level():
         attend(forward_ad.make_dual(q, torch.ones_like(q)) if rank else q)
     assert torch.isfinite(attend(q)).all()
-    return True
 
 
-def test_ranks_must_agree_on_tangents():
-    assert all(run_distributed(_disagreeing, 2))
-
-
-def _decoding(rank, world):
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_decoding_has_no_tangents(rank, world):
     group = dist.group.WORLD if world > 1 else None
     q, k, v, _ = make_inputs(8, (4, 2), dtype=torch.float32)
     shares = [[(4 * r, 4)] for r in range(2)] if world > 1 else [[(0, 8)]]
@@ -321,9 +315,3 @@ def _decoding(rank, world):
         call(q[:, :1].contiguous(), group)
         found = forward_ad.unpack_dual(call(forward_ad.make_dual(q[:, :1], direction), None)).tangent
     assert torch.isfinite(found).all() and found.abs().max() > 0
-    return True
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_decoding_has_no_tangents(world):
-    assert all(run_distributed(_decoding, world))

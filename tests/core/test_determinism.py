@@ -19,7 +19,7 @@ from megatron_tree.merge import merge_sinks, unpack_state
 from megatron_tree.plan import default_topology, place, plan_decode
 from support.attention import make_inputs, make_sinks
 from support.decoding import decode_inputs, same_everywhere
-from support.ranks import run_distributed
+from support.ranks import on_ranks, run_distributed
 from support.rounding import assert_near
 from support.same_bits import FIXED, bits, digest
 
@@ -79,8 +79,16 @@ def test_the_same_bits_with_as_many_threads(backend):
         torch.set_num_threads(before)
 
 
-def _rows(rank, world, dtype):
+def _call(arguments, options):
+    q, k, v, more = arguments
+    return tree_decode(q, k, v, **more, **options)
+
+
+@pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), (5, torch.float32)], ids=str)
+@on_ranks(timeout=300)
+def test_a_row_alone_and_in_a_batch(rank, world, dtype):
     """Schedules and forms in which a row of a batch of 8 has other bits than alone."""
+    # 5 ranks: torch's own sum over that many parts takes another order at the end of a tensor
     group, share, size, different = dist.group.WORLD, 37, 16, []
     q, k, v = decode_inputs(8, 2, share * world, heads=(6, 2), d=24, d_v=20, dtype=dtype)
     lengths = torch.tensor([share, 0, 5, 20, 36, 1, share, 17])
@@ -111,18 +119,7 @@ def _rows(rank, world, dtype):
                 alone = _call(arguments(slice(row, row + 1), needed), options)
                 if not all(torch.equal(x, y[row]) for x, y in zip(alone, together)):
                     different.append((form, schedule, row))
-    return different
-
-
-def _call(arguments, options):
-    q, k, v, more = arguments
-    return tree_decode(q, k, v, **more, **options)
-
-
-@pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), (5, torch.float32)], ids=str)
-def test_a_row_alone_and_in_a_batch(world, dtype):
-    # 5 ranks: torch's own sum over that many parts takes another order at the end of a tensor
-    assert run_distributed(_rows, world, dtype, timeout=300) == [[]] * world
+    assert different == [], different
 
 
 @pytest.mark.parametrize("num_states", [2, 5, 8, 16])
@@ -189,7 +186,8 @@ def test_auto_leaves_the_all_reduce_out():
     assert plan_decode(8, **call, memory_budget=4 * state, deterministic=True).schedule in FIXED
 
 
-def _refusals(rank, world):
+@on_ranks(2, timeout=60)
+def test_every_rank_is_told_why(rank):
     """Messages of calls that deterministic=True refuses, on every rank before anything is sent; the group goes on."""
     q, k, v = decode_inputs(2, 1, 8, dtype=torch.float32)
     call, said = dict(cp_group=dist.group.WORLD, config=TreeConfig(deterministic=True, timeout_s=20)), []
@@ -199,11 +197,7 @@ def _refusals(rank, world):
         except ValueError as error:
             said.append(str(error))
     out = tree_decode(q, k, v, **call)
-    return said, same_everywhere(out)
-
-
-def test_every_rank_is_told_why():
-    for (refused, different), works in run_distributed(_refusals, 2, timeout=60):
-        assert "schedule='allreduce' leaves the order of its sum to the backend" in refused
-        assert "deterministic=False" in different and "deterministic=True" in different
-        assert works
+    refused, different = said
+    assert "schedule='allreduce' leaves the order of its sum to the backend" in refused, said
+    assert "deterministic=False" in different and "deterministic=True" in different, said
+    assert same_everywhere(out)

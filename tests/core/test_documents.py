@@ -23,7 +23,7 @@ from megatron_tree.config import MaskBounds
 from megatron_tree.layout import Dispatched, documents_over, shard_positions, spread_documents
 from megatron_tree.layout.segments import by_document, visible_rows
 from support.attention import make_inputs, make_sinks, oracle
-from support.ranks import largest, run_distributed
+from support.ranks import largest, on_ranks, run_distributed
 
 
 def _work(layout, rank, world):
@@ -94,7 +94,9 @@ OPTIONS = [
 ]
 
 
-def _exact(rank, world):
+@pytest.mark.parametrize("world", [1, 4])
+@on_ranks()
+def test_documents_match_the_oracle(rank, world):
     inputs = make_inputs(sum(LENGTHS), (4, 2), batch=1)
     cu_seqlens, found = [0, *itertools.accumulate(LENGTHS)], {}
     dispatched = dispatch_documents(cu_seqlens, dist.group.WORLD, multiple_of=5)
@@ -129,13 +131,7 @@ def _exact(rank, world):
                 assert not x[~here].any(), "rows of padding are 0"
             error = (lse[:, here] - truth[1][0][:, rows[here]]).abs()
             found[str((mask, name, option))] = largest((worst, float(error.max()) if error.numel() else 0.0))
-    return found
-
-
-@pytest.mark.parametrize("world", [1, 4])
-def test_documents_match_the_oracle(world):
-    for found in run_distributed(_exact, world):
-        assert len(found) >= 30 and largest(found.values()) < 1e-12, found
+    assert len(found) >= 30 and largest(found.values()) < 1e-12, found
 
 
 def _bytes(rank, world, lengths):
@@ -162,8 +158,11 @@ def test_documents_on_one_rank_send_nothing():
     assert dispatched <= zigzag / 100, "at most a third is asked for"
 
 
-def _keys_sent(rank, world, lengths):
-    """(Bytes that this rank sends in a forward pass, those of its keys that queries on other ranks see)."""
+@on_ranks(4)
+def test_only_visible_keys_are_sent(rank, world):
+    """A document of most of the work lies on all four ranks, the others on one each: in a forward pass a rank sends
+    those of its keys that queries on other ranks see."""
+    lengths = (96, *(3,) * 20, 14, 30)
     layout = dispatch_documents([0, *itertools.accumulate(lengths)], dist.group.WORLD)
     q, k, v = (torch.randn(layout.num_rows, h, 4) for h in (4, 2, 2))
     with comm.record() as log:
@@ -172,13 +171,8 @@ def _keys_sent(rank, world, lengths):
     causal = MaskBounds(None, 0)
     seen = (visible_rows(documents[r], documents[rank], causal) for r in range(world) if r != rank)
     row = 2 * (4 + 4) * 4  # KV heads, head sizes of keys and values, bytes of a number
-    return sum(x.bytes for x in log), row * sum(s.length for segments in seen for s in segments)
-
-
-def test_only_visible_keys_are_sent():
-    """A document of most of the work lies on all four ranks, the others on one each."""
-    for sent, needed in run_distributed(_keys_sent, 4, (96, *(3,) * 20, 14, 30)):
-        assert sent == needed > 0
+    sent, needed = sum(x.bytes for x in log), row * sum(s.length for segments in seen for s in segments)
+    assert sent == needed > 0, (sent, needed)
 
 
 def test_documents_of_very_different_lengths():

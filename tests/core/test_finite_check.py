@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron_tree import TreeConfig, tree_attn_func, tree_attn_varlen_func, tree_decode, tree_prefill
 from megatron_tree.layout import Segment
 from support.attention import make_inputs, make_sinks
-from support.ranks import run_distributed
+from support.ranks import on_ranks, run_distributed
 
 NAN, INF = float("nan"), float("inf")
 LIMIT_S = 25.0  # seconds: less than the time limit of 30
@@ -75,7 +75,8 @@ def test_without_it_the_result_is_silently_wrong():
     assert [said for said, _, _ in found] == [None, None] and not all(finite for _, _, finite in found)
 
 
-def _padding(rank, world):
+@on_ranks(2, timeout=60)
+def test_padding_may_hold_anything(rank, world):
     """NaN where there is padding does not trip it: thd padding, and slots beyond a length or at position -1."""
     config, group = TreeConfig(check="finite"), dist.group.WORLD
     padded, length = 4 * world, 4 * world - 1
@@ -93,8 +94,4 @@ def _padding(rank, world):
     k[0, 6:], v[1, :3] = NAN, NAN
     at = dict(q_positions=torch.tensor([[7], [7]]), cache_positions=positions)
     o = tree_decode(q[:, :1], k, v, cp_group=group, cache_seqlens=lengths, config=config, **at)
-    return all(x.isfinite().all() for x in (out, *grads, o))
-
-
-def test_padding_may_hold_anything():
-    assert all(run_distributed(_padding, 2, timeout=60))
+    assert all(x.isfinite().all() for x in (out, *grads, o))

@@ -13,7 +13,7 @@ from megatron_tree.plan import grids
 from support.attention import make_slopes
 from support.decoding import cache_of, cached_oracle, decode_inputs, decode_oracle
 from support.ragged_rows import LONGEST, QUERIES, ragged_rows
-from support.ranks import largest, run_distributed
+from support.ranks import largest, on_ranks
 from support.rounding import error, rounding
 
 FORMS = {  # heads, head_dim, head_dim_v, options of the call
@@ -40,7 +40,9 @@ def _own_options(options, shares, rank):
     return options if sinks is None else options | {"sinks": own(sinks, shares, rank, 0)}
 
 
-def _pages(rank, world, page_size):
+@pytest.mark.parametrize(("world", "page_size"), [(3, 1), (4, 16)])
+@on_ranks()
+def test_decode_from_pages(rank, world, page_size):
     """Rows of different lengths in pages: the worst error by form, dtype and schedule."""
     worst = {}
     for name, form in FORMS.items():
@@ -58,16 +60,12 @@ def _pages(rank, world, page_size):
                 if shares[rank]:
                     errors = error(o, out), error(l, lse)
                     worst[name, dtype, schedule] = largest((worst.get((name, dtype, schedule), 0.0), *errors))
-    return worst
+    assert worst and largest(worst.values()) < rounding(LONGEST), worst
 
 
-@pytest.mark.parametrize(("world", "page_size"), [(3, 1), (4, 16)])
-def test_decode_from_pages(world, page_size):
-    for worst in run_distributed(_pages, world, page_size):
-        assert worst and largest(worst.values()) < rounding(LONGEST), worst
-
-
-def _same_bits(rank, world):
+@pytest.mark.parametrize("world", [2, 3])
+@on_ranks()
+def test_same_bits_as_with_all_heads_everywhere(rank, world):
     """Own heads of "scatter" against the same heads of a call in which every rank has all of them."""
     q, k, v = decode_inputs(2, 1, 8 * world, (6, 2), dtype=torch.float32)
     shares, mine = shares_of(6, world), slice(8 * rank, 8 * rank + 8)
@@ -86,15 +84,13 @@ def _same_bits(rank, world):
         of_all = tree_decode(q, k[:, mine], v[:, mine], head_shares=shares, config=config, **call)
         assert torch.equal(of_all, out), transport
     out = tree_decode(own(q, shares, rank, 2), k[:, mine], v[:, mine], head_shares=shares, cp_group=dist.group.WORLD)
-    return error(out, own(decode_oracle(q, k, v, None)[0], shares, rank, 2))
+    worst = error(out, own(decode_oracle(q, k, v, None)[0], shares, rank, 2))
+    assert worst < rounding(8 * world), worst
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_same_bits_as_with_all_heads_everywhere(world):
-    assert largest(run_distributed(_same_bits, world)) < rounding(8 * world)
-
-
-def _prefill(rank, world, page_size):
+@pytest.mark.parametrize(("world", "page_size"), [(3, 1), (4, 16), pytest.param(8, 4, marks=pytest.mark.slow)])
+@on_ranks()
+def test_prefill_in_chunks(rank, world, page_size):
     """A prompt in chunks whose queries are all on every rank, of its own heads."""
     worst = 0.0
     for (heads, heads_kv), d, d_v, options in FORMS.values():
@@ -124,15 +120,11 @@ def _prefill(rank, world, page_size):
             truth = own(cached_oracle(queries, k[:, :end], v[:, :end], begin, **options)[0], shares, rank, 2)
             assert out.shape == truth.shape
             worst = largest((worst, error(out, truth)))
-    return worst
+    assert worst < rounding(59), worst
 
 
-@pytest.mark.parametrize(("world", "page_size"), [(3, 1), (4, 16), pytest.param(8, 4, marks=pytest.mark.slow)])
-def test_prefill_in_chunks(world, page_size):
-    assert largest(run_distributed(_prefill, world, page_size)) < rounding(59)
-
-
-def _refused(rank, world):
+@on_ranks(2)
+def test_what_is_refused_on_every_rank(rank):
     q, k, v = decode_inputs(1, 1, 8, (4, 2), dtype=torch.float32)
     step = dict(q=q[:, :, :2], k_cache=k, v_cache=v, cp_group=dist.group.WORLD, head_shares=[2, 2])
     chunk = step | dict(shares=[[(0, 1)]], key_segments=[[Segment(0, 0, 8)]] * 2)
@@ -152,8 +144,3 @@ def _refused(rank, world):
     for message, arguments in cases.items():
         with pytest.raises(ValueError, match=re.escape(message)):
             (tree_prefill if "shares" in arguments else tree_decode)(**arguments)
-    return True
-
-
-def test_what_is_refused_on_every_rank():
-    assert all(run_distributed(_refused, 2))

@@ -8,7 +8,7 @@ from megatron_tree import TreeConfig, energy, packed_layout, shard_positions, tr
 from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import maxima
 from support.attention import configs, make_inputs, seen_in
-from support.ranks import run_distributed
+from support.ranks import on_ranks
 
 SEQ, HEADS = 24, (6, 3)
 MASKS = {
@@ -37,7 +37,24 @@ def _truth(q, k, mask):
     return largest_of(q, k, energy.visible(torch.arange(SEQ), torch.arange(SEQ), spec), mask.get("softcap", 0.0))
 
 
-def _errors(rank, world):
+def _packed(rank, world, group):
+    """Of documents; rows of padding are NaN."""
+    layout = packed_layout(*(torch.tensor(x) for x in DOCUMENTS))
+    q, k, v = (x[0] for x in make_inputs(SEQ, HEADS, batch=1)[:3])
+    sequences = torch.full((SEQ,), -1)
+    for n, (start, end) in enumerate(zip(DOCUMENTS[1], torch.tensor(DOCUMENTS[0]).diff().tolist())):
+        sequences[start : start + end] = n
+    keep = (sequences[:, None] == sequences) & (sequences >= 0) & torch.ones(SEQ, SEQ, dtype=torch.bool).tril()
+    wanted = largest_of(q[None], k[None], keep)
+    q, k, v = (x.masked_fill(sequences[:, None, None] < 0, float("nan")) for x in (q, k, v))
+    rows = shard_positions(SEQ, rank, world, layout)
+    options = dict(cu_seqlens=torch.tensor(DOCUMENTS[0]), cu_seqlens_padded=torch.tensor(DOCUMENTS[1]))
+    found = tree_attn_varlen_func(*(x[rows] for x in (q, k, v)), cp_group=group, return_max_logit=True, **options)[1]
+    return float((found - wanted).abs().max())
+
+
+@on_ranks(4)
+def test_the_largest_logit_of_all_ranks(rank, world):
     """{what: largest difference}; every rank has the maximum over all ranks."""
     maxima.QUERIES, maxima.KEYS = 3, 4  # several tiles in a block
     group, errors = dist.group.WORLD, {}
@@ -65,28 +82,7 @@ def _errors(rank, world):
     )[1]
     errors["window, cast"] = float((found - _truth(q, k, MASKS["window"])).abs().max())
     errors["packed"] = _packed(rank, world, group)
-    return errors
-
-
-def _packed(rank, world, group):
-    """Of documents; rows of padding are NaN."""
-    layout = packed_layout(*(torch.tensor(x) for x in DOCUMENTS))
-    q, k, v = (x[0] for x in make_inputs(SEQ, HEADS, batch=1)[:3])
-    sequences = torch.full((SEQ,), -1)
-    for n, (start, end) in enumerate(zip(DOCUMENTS[1], torch.tensor(DOCUMENTS[0]).diff().tolist())):
-        sequences[start : start + end] = n
-    keep = (sequences[:, None] == sequences) & (sequences >= 0) & torch.ones(SEQ, SEQ, dtype=torch.bool).tril()
-    wanted = largest_of(q[None], k[None], keep)
-    q, k, v = (x.masked_fill(sequences[:, None, None] < 0, float("nan")) for x in (q, k, v))
-    rows = shard_positions(SEQ, rank, world, layout)
-    options = dict(cu_seqlens=torch.tensor(DOCUMENTS[0]), cu_seqlens_padded=torch.tensor(DOCUMENTS[1]))
-    found = tree_attn_varlen_func(*(x[rows] for x in (q, k, v)), cp_group=group, return_max_logit=True, **options)[1]
-    return float((found - wanted).abs().max())
-
-
-def test_the_largest_logit_of_all_ranks():
-    for errors in run_distributed(_errors, 4):
-        assert not {name: error for name, error in errors.items() if not error < 1e-12}
+    assert not {name: error for name, error in errors.items() if not error < 1e-12}, errors
 
 
 def test_alone_and_where_nothing_is_seen():

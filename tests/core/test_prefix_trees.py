@@ -21,7 +21,7 @@ from megatron_tree.kernels.ranges import slice_groups
 from megatron_tree.layout import spread_tree
 from support.attention import make_inputs, seen_in
 from support.prefix_trees import grown, in_a_tree
-from support.ranks import largest, run_distributed
+from support.ranks import largest, on_ranks, run_distributed
 
 
 @pytest.mark.parametrize("min_shared", [1, 2, 4, 50])
@@ -130,7 +130,20 @@ def test_only_visible_keys_are_sent():
     assert sum(sent for sent, *_ in found) < 0.5 * sum(whole for *_, whole in found)
 
 
-def _attend(rank, world):
+def _error(layout, at, inputs, ranges, config, truth):
+    """The largest difference of this rank's out and gradients to the whole ones."""
+    rows = layout.num_rows
+    shards = [torch.cat((x[:, at], x.new_full((1, rows - len(at), *x.shape[2:]), float("nan"))), 1) for x in inputs]
+    q, k, v = (x.requires_grad_() for x in shards[:3])
+    config = TreeConfig(**config)
+    out = tree_attn_func(q, k, v, cp_group=dist.group.WORLD, ranges=ranges, layout=layout, config=config)
+    out.backward(shards[3])
+    pairs = zip((out, q.grad, k.grad, v.grad), (truth[0], *truth[2:]))
+    return max((x[:, : len(at)] - t[:, at]).abs().max().item() for x, t in pairs if len(at))
+
+
+@on_ranks(4)
+def test_attention_over_ranks_matches_the_oracle(rank, world):
     found, group = {}, dist.group.WORLD
     configs = [{}, dict(schedule="cast", ulysses_size=1), dict(grid=(world, 1)), dict(schedule="ring")]
     for seed in range(6):
@@ -148,24 +161,7 @@ def _attend(rank, world):
             truth = energy.attention(q, k, v, spec=spec, keep=keep)
             truth += energy.attention_grads(q, k, v, dout, spec=spec, keep=keep)
             found[str((seed, window, config))] = _error(layout, at, (q, k, v, dout), ranges, config, truth)
-    return found
-
-
-def _error(layout, at, inputs, ranges, config, truth):
-    """The largest difference of this rank's out and gradients to the whole ones."""
-    rows = layout.num_rows
-    shards = [torch.cat((x[:, at], x.new_full((1, rows - len(at), *x.shape[2:]), float("nan"))), 1) for x in inputs]
-    q, k, v = (x.requires_grad_() for x in shards[:3])
-    config = TreeConfig(**config)
-    out = tree_attn_func(q, k, v, cp_group=dist.group.WORLD, ranges=ranges, layout=layout, config=config)
-    out.backward(shards[3])
-    pairs = zip((out, q.grad, k.grad, v.grad), (truth[0], *truth[2:]))
-    return max((x[:, : len(at)] - t[:, at]).abs().max().item() for x, t in pairs if len(at))
-
-
-def test_attention_over_ranks_matches_the_oracle():
-    for found in run_distributed(_attend, 4):
-        assert len(found) == 48 and largest(found.values()) < 1e-12, found
+    assert len(found) == 48 and largest(found.values()) < 1e-12, found
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from megatron_tree.layout import (
     visible_rows,
 )
 from support.attention import make_inputs, make_sinks, run_call, seen_in, worst_error
-from support.ranks import largest, run_distributed
+from support.ranks import largest, on_ranks, run_distributed
 
 MASKS = {
     "causal": [((0, 48), (0, 48), "causal")],
@@ -131,7 +131,8 @@ def test_few_layers():
     assert count([((i, i + 1), (i, i + 1), "causal") for i in range(500)]) == 1
 
 
-def _masks(rank, world):
+@on_ranks(4)
+def test_masks_match_the_oracle(rank, world):
     found, group = {}, dist.group.WORLD
     configs = [
         {},
@@ -161,12 +162,7 @@ def _masks(rank, world):
             call = functools.partial(tree_attn_func, ranges=mask, **options)
             mine = run_call((q, k, v, dout), rows, cols, call, sinks, dlse)
             found[str((name, layout, option))] = worst_error(rows, mine, truth, cols)
-    return found
-
-
-def test_masks_match_the_oracle():
-    for found in run_distributed(_masks, 4):
-        assert len(found) >= 40 and largest(found.values()) < 1e-12, found
+    assert len(found) >= 40 and largest(found.values()) < 1e-12, found
 
 
 def _sent(rank, world, mask, rows):

@@ -1,6 +1,7 @@
 """Recurrent layers over shards against the recurrence run token by token, in float64: values and all gradients."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from megatron_tree import (
 )
 from megatron_tree.comm import record
 from megatron_tree.layout import Dispatched
-from support.ranks import run_distributed
+from support.ranks import on_ranks, run_distributed
 from support.recurrences import decaying, delta_inputs, delta_rule
 
 B, H, D, D_V, T = 2, 3, 4, 5, 24
@@ -170,7 +171,9 @@ def test_low_precision_within_the_rule():
         assert out <= 2 and max(grads) <= 3, (out, grads)
 
 
-def _convolved(rank, world):
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@on_ranks()
+def test_halos_of_a_convolution(world):
     """The largest errors of a causal convolution of 8 taps and its gradient, by layout."""
     group, weight, errors = dist.group.WORLD, torch.linspace(-1, 1, 8, dtype=torch.float64), {}
 
@@ -200,16 +203,11 @@ def _convolved(rank, world):
         if not packed:
             dist.all_reduce(grads[1])
             errors[name] = max(errors[name], relative(grads[1], wanted[1]), relative(final, x[:, -7:]))
-    return errors
+    assert {name: error for name, error in errors.items() if error > EXACT} == {}, errors
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_halos_of_a_convolution(world):
-    for errors in run_distributed(_convolved, world):
-        assert {name: error for name, error in errors.items() if error > EXACT} == {}
-
-
-def _tangents(rank, world):
+@on_ranks(2)
+def test_forward_mode():
     case = Case("delta rule", (T,))
     tangent = torch.randn(case.v.shape, generator=torch.Generator().manual_seed(2), dtype=case.v.dtype)
     _, want = torch.func.jvp(lambda v: delta_rule(case.inputs, v, None)[0], (case.v,), (tangent,))
@@ -218,11 +216,8 @@ def _tangents(rank, world):
     )
     options = dict(head_dim=D, cp_group=dist.group.WORLD)
     _, got = torch.func.jvp(lambda v: tree_recurrence(delta_rule, inputs, v, **options)[0], tuple(v), tuple(vt))
-    return relative(got, want[0])
-
-
-def test_forward_mode():
-    assert max(run_distributed(_tangents, 2)) < EXACT
+    worst = relative(got, want[0])
+    assert worst < EXACT, worst
 
 
 def _sent(rank, world, schedule, final):
@@ -250,21 +245,6 @@ def test_bytes(schedule, final):
         assert sent == 4 * words
 
 
-def _refused(rank, world, change):
-    """The error of a call that rank 1 makes with other options, or whose kernel fails on rank 1."""
-    inputs, v = delta_inputs(B, T // world, H, D, D_V, seed=0)
-    options = dict(head_dim=D, cp_group=dist.group.WORLD) | (change if rank == 1 else {})
-
-    def kernel(inputs, v, state):
-        if rank == 1 and not change:
-            raise ValueError("no such kernel")
-        return delta_rule(inputs, v, state)
-
-    with pytest.raises(ValueError) as error:
-        tree_recurrence(kernel, inputs, v, **options)
-    return str(error.value)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -277,6 +257,16 @@ def _refused(rank, world, change):
         (dict(return_final_state=True), "return_final_state"),
     ],
 )
-def test_errors_reach_all_ranks(change, words):
-    for message in run_distributed(_refused, 2, change):
-        assert words in message
+@on_ranks(2)
+def test_errors_reach_all_ranks(rank, world, change, words):
+    """The error of a call that rank 1 makes with other options, or whose kernel fails on rank 1."""
+    inputs, v = delta_inputs(B, T // world, H, D, D_V, seed=0)
+    options = dict(head_dim=D, cp_group=dist.group.WORLD) | (change if rank == 1 else {})
+
+    def kernel(inputs, v, state):
+        if rank == 1 and not change:
+            raise ValueError("no such kernel")
+        return delta_rule(inputs, v, state)
+
+    with pytest.raises(ValueError, match=re.escape(words)):
+        tree_recurrence(kernel, inputs, v, **options)

@@ -25,7 +25,7 @@ from megatron_tree.config import AttnSpec
 from megatron_tree.layout import document_positions
 from megatron_tree.plan import grids
 from support.attention import configs, make_inputs, make_sinks, run_call, worst_error
-from support.ranks import run_distributed
+from support.ranks import on_ranks
 
 SEQ, TOPK, HEADS, DIM = 48, 7, 3, 5
 
@@ -65,7 +65,10 @@ def _oracle(inputs, chosen, sinks, *, grads=True):
     return *(torch.cat(x) for x in rows), sum(dsinks)
 
 
-def _over_ranks(rank, world, ties):
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 4])
+@on_ranks()
+def test_selection_and_attention(rank, world, ties):
     inputs, index, sinks = make_inputs(SEQ, (4, 2)), _index(2, SEQ, ties=ties), make_sinks(4)
     truth = _oracle(inputs, _chosen(index, [0] * SEQ), sinks)
     for layout in ("zigzag", "contiguous"):
@@ -79,13 +82,9 @@ def _over_ranks(rank, world, ties):
             assert worst_error(rows, run_call(inputs, rows, rows, call, sinks), truth) < 1e-13, (layout, name)
 
 
-@pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_selection_and_attention(world, ties):
-    run_distributed(_over_ranks, world, ties)
-
-
-def _documents(rank, world):
+@on_ranks()
+def test_packed_documents(rank, world):
     lengths = (3, 21, 1, 17, 6)
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     layout = dispatch_documents(bounds, dist.group.WORLD)
@@ -106,11 +105,6 @@ def _documents(rank, world):
     assert worst_error(rows, run_call(inputs, rows, rows, call, make_sinks(4)), truth) < 1e-13
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_packed_documents(world):
-    run_distributed(_documents, world)
-
-
 def test_strips_and_blocks_of_scores(monkeypatch):
     from megatron_tree.attention import selection
     from megatron_tree.kernels import index as kernel
@@ -123,7 +117,8 @@ def test_strips_and_blocks_of_scores(monkeypatch):
     assert torch.equal(tree_select_func(*index, topk=TOPK, cp_group=None), want)
 
 
-def _tangents(rank, world):
+@on_ranks(2)
+def test_tangents(rank, world):
     """jvp, and a gradient of it, against those of dense attention under the same mask."""
     inputs, index = [x[:1] for x in make_inputs(SEQ, (4, 2))], _index(1, SEQ)
     rows = shard_positions(SEQ, rank, world, "zigzag")
@@ -140,11 +135,9 @@ def _tangents(rank, world):
     assert (got - outt[:, rows]).abs().max() < 1e-13
 
 
-def test_tangents():
-    run_distributed(_tangents, 2)
-
-
-def _prefill(rank, world):
+@pytest.mark.parametrize("world", [1, 2, 4])
+@on_ranks()
+def test_prefill_over_a_cache(rank, world):
     """The last tokens of a prompt over a cache whose pages of 4 are dealt out; what the selection sends."""
     inputs, index = [x[:1] for x in make_inputs(SEQ, (4, 2))], _index(1, SEQ)
     first, pages = SEQ - 16, [range(i, i + 4) for i in range(0, SEQ, 4)]
@@ -170,11 +163,6 @@ def _prefill(rank, world):
         assert (got - out[:, queries]).abs().max() < 1e-13, grid
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_prefill_over_a_cache(world):
-    run_distributed(_prefill, world)
-
-
 def test_queries_travel_where_they_are_fewer_bytes():
     """In a chunk of 2,048 queries with 64 heads of 128, over a long cache on 8 ranks; not where all ranks have them."""
     sizes = dict(query_bytes=64 * 129 * 4 + 2048 * 8, key_bytes=128 * 2)
@@ -183,12 +171,9 @@ def test_queries_travel_where_they_are_fewer_bytes():
     assert not selection.queries_travel([2048], [1 << 17] * 8, **sizes)
 
 
-def test_what_travels_is_a_list():
+@on_ranks(2)
+def test_what_travels_is_a_list(rank, world):
     """4 m bytes of a query in a grid that sends queries, nothing where they stay."""
-    run_distributed(_bytes, 2)
-
-
-def _bytes(rank, world):
     inputs, index = make_inputs(SEQ, (4, 2)), _index(2, SEQ)
     rows = shard_positions(SEQ, rank, world, "zigzag")
     q, k, v, _ = (x[:, rows] for x in inputs)

@@ -12,7 +12,7 @@ from megatron_tree.attention import selection
 from megatron_tree.attention.selection import Blocks, tree_select_prefill
 from megatron_tree.comm import traffic
 from megatron_tree.config import TreeConfig
-from support.ranks import run_distributed
+from support.ranks import on_ranks
 
 SEQ, TOPK, HEADS, DIM, SCALE = 48, 3, 5, 4, 0.5
 
@@ -53,7 +53,10 @@ def _sets(selected):
     return [set(tokens) for tokens in lists]
 
 
-def _over_ranks(rank, world, size):
+@pytest.mark.parametrize("size", [1, 2, 5, 64])
+@pytest.mark.parametrize("world", [1, 2, 4])
+@on_ranks()
+def test_over_ranks(rank, world, size):
     index, options = _index(SEQ), {"topk": TOPK, "softmax_scale": SCALE, "blocks": Blocks(size, _key)}
     options["config"] = TreeConfig(transport="direct")
     want = _wanted(index, size)
@@ -68,15 +71,11 @@ def _over_ranks(rank, world, size):
         assert _sets(selected) == [want[row][i] for row in range(2) for i in rows.tolist()], layout
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 64])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_over_ranks(world, size):
-    run_distributed(_over_ranks, world, size)
-
-
-def _documents(rank, world, size):
+@on_ranks()
+def test_packed_documents(world):
     """Some are shorter than a block, and one is cut."""
-    lengths = (1, 31, 2, 8, 5, 3)
+    size, lengths = 3, (1, 31, 2, 8, 5, 3)
     index = [x[:1, : sum(lengths)] for x in _index(64)]
     layout = dispatch_documents([0, *torch.tensor(lengths).cumsum(0).tolist()], dist.group.WORLD)
     mine = [shard_sequence(x, dist.group.WORLD, 1, layout) for x in index]
@@ -90,11 +89,8 @@ def _documents(rank, world, size):
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_packed_documents(world):
-    run_distributed(_documents, world, 3)
-
-
-def _prefill(rank, world):
+@on_ranks()
+def test_prefill_over_a_cache(rank, world):
     """The last tokens of a prompt over a cache whose pages of 4 are dealt out; the last page is not full."""
     size, length = 2, SEQ - 1
     index = [x[:1, :length] for x in _index(SEQ)]
@@ -113,8 +109,3 @@ def _prefill(rank, world):
         with mock.patch.object(selection, "queries_travel", lambda *_, travels=travels: travels):
             selected = tree_select_prefill(index[0][:, queries], index[1][:, queries], keys, **where, **options)
         assert _sets(selected) == _wanted(index, size)[0][queries]
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_prefill_over_a_cache(world):
-    run_distributed(_prefill, world)

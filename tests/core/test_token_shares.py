@@ -10,7 +10,7 @@ from megatron_tree.cache import ShardedCache
 from megatron_tree.cache.forward import forward_pass
 from megatron_tree.config import AttnSpec
 from support.bound import bound
-from support.ranks import largest, run_distributed
+from support.ranks import largest, on_ranks
 from support.rounding import error, rounding
 
 
@@ -28,7 +28,9 @@ def test_every_token_is_run_once_by_a_rank_of_its_place(groups):
         assert parts == shares
 
 
-def _prefill(rank, world, groups, heads, heads_kv, window):
+@pytest.mark.parametrize(("groups", "heads", "heads_kv", "window"), [(2, 12, 2, (-1, -1)), (4, 4, 4, (6, 0))])
+@on_ranks(4)
+def test_attention_of_own_tokens_over_several_head_groups(rank, world, groups, heads, heads_kv, window):
     """The worst error of two chunks of a row, run with each rank's own tokens, and what an exchange sends."""
     d, places, worst = 8, world // groups, []
     group, place = divmod(rank, places)
@@ -51,22 +53,15 @@ def _prefill(rank, world, groups, heads, heads_kv, window):
             worst.append(error(out[:, : len(own)], truth[:, own]))
             assert sum(x.bytes for x in sent) == len(own) * heads_kv * 2 * d * 4 * (groups - 1) // groups
             assert store.layers[0].k.shape[2] == heads_kv // groups
-    return largest(worst)
+    found = largest(worst)
+    assert found < rounding(45), found
 
 
-@pytest.mark.parametrize(("groups", "heads", "heads_kv", "window"), [(2, 12, 2, (-1, -1)), (4, 4, 4, (6, 0))])
-def test_attention_of_own_tokens_over_several_head_groups(groups, heads, heads_kv, window):
-    assert largest(run_distributed(_prefill, 4, groups, heads, heads_kv, window)) < rounding(45)
-
-
-def _no_tokens(rank, world):
+@on_ranks(3)
+def test_ranks_without_tokens(rank):
     team = bound(transport="direct").everyone
     exchange = HeadsForTokens(team, [0, 1, 0])
     x = torch.arange(12.0).view(1, 1, 6, 2)
     heads = exchange.to_heads(x)
     assert torch.equal(heads, x[:, :, 2 * rank : 2 * rank + 2])
     assert torch.equal(exchange.to_tokens(heads, num_rows=1), x if rank == 1 else torch.zeros_like(x))
-
-
-def test_ranks_without_tokens():
-    run_distributed(_no_tokens, 3)

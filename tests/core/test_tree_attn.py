@@ -8,7 +8,7 @@ from megatron_tree import TreeConfig, shard_positions, tree_attn_func
 from megatron_tree.plan import grids
 from support.attention import configs, low_precision, make_inputs, make_sinks, make_slopes, oracle, run_one, worst_error
 from support.hosts import Hosts
-from support.ranks import largest, run_distributed
+from support.ranks import largest, on_ranks, run_distributed
 
 WORLDS = (1, 2, 4, pytest.param(6, marks=pytest.mark.slow))
 MASKS = {
@@ -73,7 +73,8 @@ def test_low_precision_within_the_rule(world, dtype):
             assert out <= 2 and largest(grads) <= 3, (label, out, grads)
 
 
-def _recompute(rank, world):
+@on_ranks(4)
+def test_recomputation_gives_the_same_bits(rank, world):
     from torch.utils.checkpoint import checkpoint
 
     inputs = make_inputs(4 * world, (4, 2))
@@ -84,14 +85,11 @@ def _recompute(rank, world):
         call = lambda q, k, v: tree_attn_func(q, k, v, cp_group=dist.group.WORLD)  # noqa: E731
         out = checkpoint(call, q, k, v, use_reentrant=False) if wrap else call(q, k, v)
         results.append([out.detach(), *torch.autograd.grad((out * dout).sum(), (q, k, v))])
-    return all(torch.equal(a, b) for a, b in zip(*results))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
-def test_recomputation_gives_the_same_bits():
-    assert all(run_distributed(_recompute, 4))
-
-
-def _subgroup(rank, world):
+@on_ranks(6)
+def test_groups_that_are_not_world(rank, world):
     """Two groups of three, interleaved, work at the same time; a rank may not use the other's group."""
     groups = [dist.new_group([r for r in range(world) if r % 2 == i]) for i in range(2)]
     mine = groups[rank % 2]
@@ -102,8 +100,3 @@ def _subgroup(rank, world):
     assert worst_error(rows, (out, lse), truth[:2]) < 1e-12
     with pytest.raises(ValueError, match="not a member"):
         tree_attn_func(*inputs[:3], cp_group=groups[1 - rank % 2])
-    return True
-
-
-def test_groups_that_are_not_world():
-    assert all(run_distributed(_subgroup, 6))

@@ -14,7 +14,7 @@ from megatron_tree.attention import passes, tuning
 from megatron_tree.comm.group import GroupState
 from megatron_tree.plan import DecodePlan, TrainingPlan
 from support.failing_ranks import HOWS, IN_TIME, LIMIT, die, run_to_the_end, start_clock
-from support.ranks import run_distributed
+from support.ranks import on_ranks, run_distributed
 from support.tried_plans import grid_and_heads, tried
 
 SEQ, HEADS, DIM = 64, 4, 16
@@ -175,7 +175,8 @@ def test_calls_that_are_rejected_do_not_count():
     assert found[1][0] == 3
 
 
-def _counted(rank, world):
+@on_ranks(2)
+def test_what_is_measured(world):
     """Trials of calls that are made once, that are repeated without gradients, and that are new with every batch."""
     calls = mock.patch.object(tuning, "_fastest", side_effect=lambda candidates, *_: candidates[0])
     with grid_and_heads(world), calls as fastest, mock.patch.multiple(tuning, KINDS_COUNTED=4, KINDS_MEASURED=3):
@@ -194,34 +195,25 @@ def _counted(rank, world):
         for seq in (16, 32, 48, 64):  # the fourth kind is planned only
             _attend(*_inputs(seq)).sum().backward()
         counts.append(fastest.call_count)
-    return counts
+    assert counts == [(0, 4), 1, 1, 3], counts
 
 
-def test_what_is_measured():
-    assert run_distributed(_counted, 2) == [[(0, 4), 1, 1, 3]] * 2
-
-
-def _grad_modes(rank, world):
+@on_ranks(2)
+def test_ranks_that_differ_in_going_backward(rank):
     """Ranks of which one only goes backward."""
     differ = pytest.raises(ValueError, match="goes_backward=False.*goes_backward=True")
     with torch.set_grad_enabled(rank > 0), differ:
         _attend(*_inputs())
-    return _error(_step(), _step(NAMED))
+    worst = _error(_step(), _step(NAMED))
+    assert worst < 2e-6, worst
 
 
-def test_ranks_that_differ_in_going_backward():
-    assert max(run_distributed(_grad_modes, 2)) < 2e-6
-
-
-def _watched(rank, world):
+@on_ranks(2)
+def test_modes_see_nothing_of_what_is_run_aside(world):
     """FLOPs that a mode of the user's sees in a call that measures."""
     with grid_and_heads(world), FlopCounterMode(display=False) as mode:
         _step()
-    return mode.get_total_flops(), len(_plans())
-
-
-def test_modes_see_nothing_of_what_is_run_aside():
-    assert run_distributed(_watched, 2) == [(0, 1)] * 2
+    assert mode.get_total_flops() == 0 and len(_plans()) == 1
 
 
 def _lost(rank, world, how):

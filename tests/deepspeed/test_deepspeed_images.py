@@ -3,15 +3,13 @@
 import pytest
 import torch
 
-from support.ranks import run_distributed
-from support.trainers import ADDRESS
-
-pytest.importorskip("deepspeed")
-pytest.importorskip("transformers")
-
+import deepspeed
 import transformers
+from megatron_tree.integrations.deepspeed.training import register_sequence_parallel
 from support.deepspeed_cases import parameters
 from support.hf_images import batches, image_model
+from support.ranks import on_ranks
+from support.trainers import ADDRESS
 
 STEPS, SAME = 4, 1e-6  # of losses; weights have four steps of SGD, whose gradients are sums over all tokens
 
@@ -45,10 +43,11 @@ def _compare(losses, weights, want):
         assert (weights[name] - truth).abs().max() <= 4 * SAME * truth.abs().max().clamp(min=1.0), name
 
 
-def _zero3(rank, world, name):
-    import deepspeed
-    from megatron_tree.integrations.deepspeed.training import register_sequence_parallel
-
+@pytest.mark.slow
+@pytest.mark.supports("DeepSpeed, ZeRO 3", with_="images: training; 2 ranks; MLPs in tiles")
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
+@on_ranks(2, fresh=True)
+def test_zero_3(name):
     model, batch, losses = image_model(name, torch.float32), _batch(name), []
     parallel = register_sequence_parallel(model, mlp_tile=8)
     small = 50_000  # elements; the default buckets are gigabytes, which poisoned_empty fills
@@ -66,21 +65,18 @@ def _zero3(rank, world, name):
 
 
 @pytest.mark.slow
-@pytest.mark.supports("DeepSpeed, ZeRO 3", with_="images: training; 2 ranks; MLPs in tiles")
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
-def test_zero_3(name):
-    run_distributed(_zero3, 2, name, fresh=True)
-
-
-def _trained(rank, world, name, folder):
+@pytest.mark.supports("`transformers.Trainer`", with_="images: training; 2 ranks")
+@on_ranks(2, fresh=True, env=ADDRESS)
+def test_trainer(world, tmp_path):
     from megatron_tree.integrations.transformers.train.trainer import Trainer
 
+    name = "qwen3_vl"
     model, batch = image_model(name, torch.float32), _batch(name)
     options = {"per_device_train_batch_size": 2, "remove_unused_columns": False, "max_grad_norm": 0.0, "use_cpu": True}
     options |= {"logging_steps": 1, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "max_steps": STEPS}
     trainer = Trainer(
         model=model,
-        args=transformers.TrainingArguments(str(folder), **options, lr_scheduler_type="constant"),
+        args=transformers.TrainingArguments(str(tmp_path), **options, lr_scheduler_type="constant"),
         train_dataset=[{"row": i} for i in range(8)],
         data_collator=lambda rows: dict(batch),
         optimizers=(_sgd(model), None),
@@ -89,9 +85,3 @@ def _trained(rank, world, name, folder):
     trainer.train()
     losses = [x["loss"] for x in trainer.state.log_history if "loss" in x]
     _compare(losses, dict(model.named_parameters()), _plain(name))
-
-
-@pytest.mark.slow
-@pytest.mark.supports("`transformers.Trainer`", with_="images: training; 2 ranks")
-def test_trainer(tmp_path):
-    run_distributed(_trained, 2, "qwen3_vl", tmp_path, fresh=True, env=ADDRESS)

@@ -6,20 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_distributed
-
-pytest.importorskip("deepspeed")
-pytest.importorskip("transformers")
-
+import deepspeed
+from megatron_tree.integrations import deepspeed as tree_deepspeed
 from support.hf_models import hf_generate, left_padded, plain, prompt, tiny_model
+from support.ranks import on_ranks, run_distributed
+from support.refusals import refused_with
 
 NEW = 8
 
 
 def _engine(rank, world, tp_size, extensions):
-    import deepspeed
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
-
     model = tiny_model("llama")
     ids = prompt(2, 21)
     padded, mask = left_padded(2, 15)
@@ -52,63 +48,35 @@ def test_engine_equals_the_plain_model(world, tp_size, tmp_path):
         assert compiled == [], "DeepSpeed compiled an op"
 
 
-def _refusals(rank, world, listing):
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
-
-    said = []
-    for options in (
-        {"tp_size": 3},
-        {"sp_size": 3},
-        {"tp_size": 4},
-        {"dtype": torch.float64},
-        {"schedule": "tree"},
-        {"page_size": 0},
-        {"config": {"replace_with_kernel_inject": True}},
-        {"config": {"tensor_parallel": {"tp_size": 2}}},
-        {"config": "no/such/file.json"},
-        {"config": listing},
-        {"enable_cuda_graph": True},
-        {"cuda_graphs": True},
+@on_ranks(4, fresh=True)
+def test_refusals_name_option_value_and_way_out(rank, tmp_path):
+    listing = tmp_path / f"{rank}.json"
+    listing.write_text("[1]")
+    config_graphs = "enable_cuda_graph=True can't be used here: the cache grows; pass cuda_graphs=True"
+    no_graphs = "cuda_graphs=True can't be had: the model is on device type 'cpu', and only a GPU has CUDA graphs"
+    for options, message in (
+        ({"tp_size": 3}, "tp_size=3 must be a positive integer that divides the 4 ranks"),
+        ({"sp_size": 3}, "sp_size=3 * tp_size=1 must be the number of ranks, 4"),
+        ({"tp_size": 4}, "tp_size=4 must divide the model's num_key_value_heads=2"),
+        ({"dtype": torch.float64}, "dtype=torch.float64"),
+        ({"schedule": "tree"}, "schedule='tree' is unknown"),
+        ({"page_size": 0}, "page_size=0"),
+        ({"config": {"replace_with_kernel_inject": True}}, "replace_with_kernel_inject=True can't be used here"),
+        ({"config": {"tensor_parallel": {"tp_size": 2}}}, "pass tp_size="),
+        ({"config": "no/such/file.json"}, "config='no/such/file.json' is not a readable JSON file"),
+        ({"config": str(listing)}, "in that file must be an object of DeepSpeed's options"),
+        ({"enable_cuda_graph": True}, config_graphs),
+        ({"cuda_graphs": True}, no_graphs),
     ):
-        with pytest.raises(ValueError) as error:
+        with refused_with(message):
             tree_deepspeed.init_inference(tiny_model("llama"), **options)
-        said.append(str(error.value))
-    for call in (
-        lambda: tree_deepspeed.init_inference("nowhere"),
-        lambda: tree_deepspeed.generate(tiny_model("llama"), torch.ones(1, 3, dtype=torch.int64), max_new_tokens=1),
-    ):
-        with pytest.raises(ValueError) as error:
-            call()
-        said.append(str(error.value))
-    return said
-
-
-def test_refusals_name_option_value_and_way_out(tmp_path):
-    (tmp_path / "list.json").write_text("[1]")
-    expected = (
-        "tp_size=3 must be a positive integer that divides the 4 ranks",
-        "sp_size=3 * tp_size=1 must be the number of ranks, 4",
-        "tp_size=4 must divide the model's num_key_value_heads=2",
-        "dtype=torch.float64",
-        "schedule='tree' is unknown",
-        "page_size=0",
-        "replace_with_kernel_inject=True can't be used here",
-        "pass tp_size=",
-        "config='no/such/file.json' is not a readable JSON file",
-        "in that file must be an object of DeepSpeed's options",
-        "enable_cuda_graph=True can't be used here: the cache grows; pass cuda_graphs=True",
-        "cuda_graphs=True can't be had: the model is on device type 'cpu', and only a GPU has CUDA graphs",
-        "model='nowhere' is no folder",
-        "engine is a LlamaForCausalLM: pass what init_inference returns",
-    )
-    for said in run_distributed(_refusals, 4, str(tmp_path / "list.json"), fresh=True):
-        for text, part in zip(said, expected, strict=True):
-            assert part in text
+    with refused_with("model='nowhere' is no folder"):
+        tree_deepspeed.init_inference("nowhere")
+    with refused_with("engine is a LlamaForCausalLM: pass what init_inference returns"):
+        tree_deepspeed.generate(tiny_model("llama"), torch.ones(1, 3, dtype=torch.int64), max_new_tokens=1)
 
 
 def test_a_program_without_a_launcher(monkeypatch):
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
-
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.delenv("MASTER_PORT", raising=False)
     with pytest.raises(ValueError, match=r"LOCAL_RANK.*MASTER_PORT not set: start this program with a launcher"):
@@ -116,8 +84,6 @@ def test_a_program_without_a_launcher(monkeypatch):
 
 
 def _limits(rank, world):
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
-
     engine = tree_deepspeed.init_inference(tiny_model("llama"))
     parallel = tree_deepspeed.register_sequence_parallel(tiny_model("llama"))
     return engine.new_runner().config.timeout_s, parallel.tree_config.timeout_s

@@ -5,12 +5,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.ranks import largest, run_distributed
+from support.ranks import largest, on_ranks, run_distributed
+from support.refusals import refused_with
 from support.trainers import ADDRESS, ARGUMENTS
 
-pytest.importorskip("deepspeed")
 pytest.importorskip("accelerate")
-transformers = pytest.importorskip("transformers")
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState
+
+import transformers
+from megatron_tree.integrations.deepspeed.inference import init_comm
+from support.deepspeed_cases import parameters
+from support.hf_models import tiny_model
 
 STEPS = 4
 LENGTH = 41  # no multiple of twice the ranks
@@ -24,8 +30,6 @@ OPTIONS = ARGUMENTS | {
 
 
 def _model():
-    from support.hf_models import tiny_model
-
     return tiny_model("llama")
 
 
@@ -57,11 +61,7 @@ def _plain(rank, world, folder):
 
 
 def _sharded(rank, world, folder, stages, sp_size, as_ulysses, want):
-    from accelerate.state import AcceleratorState
-
-    from megatron_tree.integrations.deepspeed.inference import init_comm
     from megatron_tree.integrations.transformers.train.trainer import Trainer
-    from support.deepspeed_cases import parameters
 
     init_comm(60.0)  # as TrainingArguments do under the deepspeed launcher
     for zero in stages:
@@ -79,8 +79,6 @@ def _sharded(rank, world, folder, stages, sp_size, as_ulysses, want):
             }
         options = {"sp_size": sp_size}
         if as_ulysses:  # a user of Accelerate's sequence parallelism changes the import of Trainer only
-            from accelerate.parallelism_config import ParallelismConfig
-
             options = {"arguments": {"parallelism_config": ParallelismConfig(sp_size=sp_size, sp_backend="deepspeed")}}
             options |= {"loss_tile": 7, "mlp_tile": 7}
         losses, norms, evaluation, model, trainer = _run(
@@ -127,40 +125,38 @@ class _Other(transformers.Trainer):
         return 5 * model(**inputs).loss
 
 
-def _refusals(rank, world, folder):
+def _refusals(folder):
     from megatron_tree.integrations.transformers.train import trainer as module
 
     Trainer = module.Trainer
     zero = {"deepspeed": {"zero_optimization": {"stage": 1}}}
-    said = []
 
     def make(arguments, options, trainer_class=Trainer, *values):
         args = transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[], **arguments)
         return trainer_class(*(values or (_model(),)), args=args, **options)
 
-    def note(function):
-        with pytest.raises(ValueError) as error:
-            function()
-        said.append(str(error.value))
-
     Mine = type("Mine", (module.SequenceParallelMixin, _Other), {})
     with_loss = _model()
     with_loss.loss_function = print
-    for arguments, options, *values in (
-        (zero, {"compute_metrics": print}),
-        (zero, {"sp_size": 2}),
-        (zero | {"use_liger_kernel": True}, {}),
-        (zero, {}, Trainer, with_loss),
-        (zero, {}, Mine, _model(), None),
+    for message, arguments, options, *values in (
+        ("compute_metrics=", zero, {"compute_metrics": print}),
+        ("sp_size=2", zero, {"sp_size": 2}),
+        ("use_liger_kernel=True", zero | {"use_liger_kernel": True}, {}),
+        ("the loss_function of LlamaForCausalLM is <built-in function print>", zero, {}, Trainer, with_loss),
+        ("_Other has a compute_loss of its own", zero, {}, Mine, _model(), None),
     ):
-        note(lambda: make(arguments, options, *values))  # noqa: B023  called at once
-    note(lambda: Trainer(args=None))
+        with refused_with(message):
+            make(arguments, options, *values)
+    with refused_with("model and args"):
+        Trainer(args=None)
     positional = transformers.TrainingArguments(str(folder), use_cpu=True, report_to=[], **zero)
-    note(lambda: Trainer(_model(), positional, None, None, None, None, print))
+    with refused_with("model_init=<built-in function print>"):
+        Trainer(_model(), positional, None, None, None, None, print)
     trainer = make(zero, {})
-    note(lambda: trainer.compute_loss(trainer.model, {"input_ids": torch.ones(1, 4, dtype=torch.int64)}))
-    note(lambda: trainer.prediction_step(trainer.model, {}, False))
-    return said
+    with refused_with("the batches have ['input_ids'] and no labels"):
+        trainer.compute_loss(trainer.model, {"input_ids": torch.ones(1, 4, dtype=torch.int64)})
+    with refused_with("predict needs logits"):
+        trainer.prediction_step(trainer.model, {}, False)
 
 
 class _Wrapped(torch.nn.Module):
@@ -177,9 +173,7 @@ class _Wrapped(torch.nn.Module):
         return self.base_model(input_ids=input_ids, labels=labels, **options)
 
 
-def _losses_in_training(rank, world, folder):
-    from accelerate.state import AcceleratorState
-
+def _losses_in_training(folder):
     from megatron_tree.integrations.transformers.train.trainer import Trainer
 
     class Own(Trainer):
@@ -208,24 +202,7 @@ def _losses_in_training(rank, world, folder):
                 trainer.train()
 
 
-def _refusals_and_losses(rank, world, folder):
-    said = _refusals(rank, world, folder)
-    _losses_in_training(rank, world, folder)
-    return said
-
-
+@on_ranks(1, timeout=250, env=ADDRESS, fresh=True)
 def test_what_the_trainer_refuses_and_that_only_the_mixins_loss_is_trained_on(tmp_path):
-    (said,) = run_distributed(_refusals_and_losses, 1, tmp_path, timeout=250, env=ADDRESS, fresh=True)
-    wanted = (
-        "compute_metrics=",
-        "sp_size=2",
-        "use_liger_kernel=True",
-        "the loss_function of LlamaForCausalLM is <built-in function print>",
-        "_Other has a compute_loss of its own",
-        "model and args",
-        "model_init=<built-in function print>",
-        "the batches have ['input_ids'] and no labels",
-        "predict needs logits",
-    )
-    for text, want in zip(said, wanted, strict=True):
-        assert want in text
+    _refusals(tmp_path)
+    _losses_in_training(tmp_path)

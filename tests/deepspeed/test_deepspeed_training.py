@@ -6,12 +6,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from support.ranks import largest, run_distributed
-
-pytest.importorskip("deepspeed")
-pytest.importorskip("transformers")
-
+import deepspeed
+from megatron_tree.integrations.deepspeed.training import register_sequence_parallel
 from support.deepspeed_cases import Case, distance_moved, largest_difference, parameters, run_plain, start, train
+from support.ranks import largest, run_distributed
+from transformers import AutoModelForCausalLM
 
 MATRIX = {f"dp {4 // sp} x sp {sp}, ZeRO {zero}": Case(sp=sp, zero=zero) for sp in (1, 2, 4) for zero in range(4)}
 FAST = {
@@ -92,9 +91,6 @@ def _resume(case, folder):
 
 def _zero_init(case):
     """A model whose parameters are partitioned as they are made."""
-    import deepspeed
-    from transformers import AutoModelForCausalLM
-
     whole = case.model()
     whole.config.pad_token_id = None  # else Transformers zeroes that row, of a parameter that has none any more
     with deepspeed.zero.Init(config_dict_or_path={"train_batch_size": 4, "zero_optimization": {"stage": 3}}):
@@ -111,7 +107,6 @@ def _zero_init(case):
 
 def _evaluate_and_generate(case):
     """(loss without gradients - plain loss, equal tokens): the model after its training."""
-    from megatron_tree.integrations.deepspeed.training import register_sequence_parallel
     from megatron_tree.integrations.transformers.attention import TreeCache
 
     engine, parallel, model = start(case)

@@ -4,16 +4,15 @@ import types
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from support.ranks import run_distributed
-
-pytest.importorskip("deepspeed")
-pytest.importorskip("transformers")
-
+import transformers
+from megatron_tree.integrations.deepspeed.training import register_sequence_parallel
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.train import batch_shards
 from megatron_tree.integrations.transformers.train import train_on_shards as training
-from support.hf_models import CONFIGS, VOCAB, prompt, tiny_model
+from support.hf_models import VOCAB, family_config, prompt, tiny_model
+from support.ranks import run_distributed
 from support.rounding import rounding
 
 IDS = torch.arange(100, 106).expand(2, -1).clone()
@@ -33,8 +32,6 @@ def _said(call):
 
 def _registered(rank, world):
     """(by batch its shard, its documents and seed, what is said to bad registrations and batches)."""
-    from megatron_tree.integrations.deepspeed.training import register_sequence_parallel
-
     model = tiny_model("llama")
     said = [_said(lambda size=size: register_sequence_parallel(model, sp_size=size)) for size in (3, 0, True, "2")]
     parallel = register_sequence_parallel(model)
@@ -110,7 +107,6 @@ def test_every_layer_and_batch_drops_other_pairs():
 def _loss(rank, world):
     """A rank without any label: its loss is that of the others, its gradient 0."""
     batch = {"input_ids": prompt(1, 8), "labels": torch.full((1, 8), -100)}
-    import torch.distributed as dist
 
     logits = torch.arange(12.0).view(1, 4, 3).requires_grad_()
     labels = torch.tensor([[0, 2, -100, -100]]) if rank == 1 else torch.full((1, 4), -100)
@@ -172,14 +168,12 @@ def test_batches_that_are_refused(batch, message):
 
 
 def test_models_and_calls_that_are_refused():
-    import transformers
-
     with pytest.raises(ValueError, match=r"Linear: pass the Transformers model itself"):
         training.train_on_shards(torch.nn.Linear(2, 2))
     encoder = transformers.T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8, vocab_size=20)
     with pytest.raises(ValueError, match="decoder-only"):
         training.train_on_shards(transformers.T5ForConditionalGeneration(encoder))
-    config = CONFIGS["gpt_oss"]()
+    config = family_config("gpt_oss")
     config.output_router_logits = True
     with pytest.raises(ValueError, match="output_router_logits=True"):
         training.train_on_shards(transformers.AutoModelForCausalLM.from_config(config))
@@ -220,7 +214,5 @@ def test_a_layer_that_does_not_attend_is_an_error():
 
 
 def test_registration_without_a_process_group():
-    from megatron_tree.integrations.deepspeed.training import register_sequence_parallel
-
     with pytest.raises(ValueError, match="no process group: call .*init_distributed"):
         register_sequence_parallel(tiny_model("llama"), sp_size=1)

@@ -3,20 +3,19 @@
 import pytest
 import torch
 
-from support.ranks import run_distributed
-
-pytest.importorskip("deepspeed")
-pytest.importorskip("transformers")
-
+from megatron_tree.integrations import deepspeed as tree_deepspeed
 from support.hf_architectures import assert_logits, random_model
 from support.hf_models import plain, prompt
+from support.ranks import on_ranks
 
 NEW = 6
 
 
-def _engine(rank, world, name, weights):
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
-
+@pytest.mark.parametrize(
+    ("name", "weights"), [("deepseek_v32", "replicated"), ("deepseek_v32", "sharded"), ("dots3_note", "replicated")]
+)
+@on_ranks(2, timeout=200.0)
+def test_engine_equals_the_plain_model(name, weights):
     model, ids = random_model(name), prompt(1, 45)
     want = plain(model, ids, NEW)
     engine = tree_deepspeed.init_inference(model, weights=weights, page_size=2, prefill_chunk=16)
@@ -26,16 +25,7 @@ def _engine(rank, world, name, weights):
     assert_logits(torch.stack(result.logits, 1), want[1], weights)
 
 
-@pytest.mark.parametrize(
-    ("name", "weights"), [("deepseek_v32", "replicated"), ("deepseek_v32", "sharded"), ("dots3_note", "replicated")]
-)
-def test_engine_equals_the_plain_model(name, weights):
-    run_distributed(_engine, 2, name, weights, timeout=200.0)
-
-
 @pytest.mark.refuses("`deepseek_v32` with tp_size above 1", when="init_inference: AutoTP would split an index")
 def test_tensor_parallelism_is_refused():
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
-
     with pytest.raises(ValueError, match="tp_size=2: DeepseekV32Config has layers with an index"):
         tree_deepspeed.init_inference(random_model("deepseek_v32"), tp_size=2)

@@ -7,14 +7,11 @@ import pytest
 import torch
 import yaml
 
-from support.ranks import largest, run_distributed
-
-pytest.importorskip("deepspeed")
-pytest.importorskip("transformers")
-
-from megatron_tree import TreeConfig
+from megatron_tree import TreeConfig, comm
+from megatron_tree.integrations import deepspeed as tree_deepspeed
 from megatron_tree.plan import load_topology
 from support.hf_models import hf_generate, left_padded, plain, prompt, tiny_model
+from support.ranks import largest, run_distributed
 
 NEW = 6
 # sinks, biases, windows, experts; q, k and v in one weight; latents
@@ -24,8 +21,6 @@ SLOW_FAMILIES = ("llama", "smollm2", "gemma3", "mixtral", "qwen2", "qwen3", "gem
 
 
 def _engine(family, **options):
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
-
     return tree_deepspeed.init_inference(tiny_model(family), weights="sharded", page_size=2, **options)
 
 
@@ -44,9 +39,6 @@ def _rows_of_queries(engine, config):
 
 
 def _run(rank, world, families):
-    from megatron_tree import comm
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
-
     worst = []
     for family in families:
         one, (padded, mask), model = prompt(1, 77), left_padded(4, 15), tiny_model(family)

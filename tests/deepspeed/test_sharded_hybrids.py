@@ -6,17 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import largest, run_distributed
-
-pytest.importorskip("deepspeed")
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree import TreeConfig, comm
 from megatron_tree.generation.scheduler import Scheduler
+from megatron_tree.integrations import deepspeed as tree_deepspeed
 from support.hf_architectures import HYBRIDS, WHOLE, assert_logits, random_model
 from support.hf_models import hf_generate, left_padded, plain, prompt
+from support.ranks import largest, on_ranks, run_distributed
 from support.scheduling import request, serve, tokens_of
+from support_matrix import supported
 
 NEW = 4
 FAST = ("qwen3_next", "falcon_h1")
@@ -47,8 +45,6 @@ IN_FILES = {  # experts one by one, q, k and v of a convolution apart, layers th
 
 
 def _engine(model, **options):
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
-
     return tree_deepspeed.init_inference(model, weights="sharded", page_size=2, prefill_chunk=8, **options)
 
 
@@ -112,8 +108,6 @@ def _row_bytes(cache):
 
 def _generation(rank, world, name, changes, even):
     """Prompts in chunks that go on from a state, rows of different lengths, and Transformers' own generate."""
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
-
     model, ids = random_model(name, **changes), prompt(1, 21)
     padded, mask = left_padded(2, 13)
     want, want_padded = plain(model, ids, NEW), plain(model, padded, NEW, mask)
@@ -137,13 +131,11 @@ def _generation(rank, world, name, changes, even):
     assert_logits(logits, want_padded[1], "model.generate")
 
 
-def _case(name):
-    marks = [pytest.mark.supports(f"`{name}`", with_="weights and recurrent states over all ranks; 2 and 4 ranks")]
-    return pytest.param(name, marks=marks if name in FAST else [*marks, pytest.mark.slow], id=name)
+OVER_RANKS = "weights and recurrent states over all ranks; 2 and 4 ranks"
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", [_case(name) for name in HYBRIDS if name not in WHOLE])
+@pytest.mark.parametrize("name", supported((name for name in HYBRIDS if name not in WHOLE), OVER_RANKS, FAST))
 def test_tokens_and_bytes(name, world):
     run_distributed(_generation, world, name, {}, True, fresh=True, timeout=200)
 
@@ -270,10 +262,11 @@ def test_bytes_of_norms_over_heads_of_several_ranks():
             assert own - without == (world - 1) * layers * num_groups * 4
 
 
-def _served(rank, world, name):
+@on_ranks(2, fresh=True)
+def test_served_together(rank):
     """Rows that go on with another's text, and several answers of one prompt, over parts of the states."""
     requests = [request(length, NEW) for length in (5, 9, 5)] + [request(7, NEW, n=2)]
-    model = random_model(name)
+    model = random_model("qwen3_next")
     want = [plain(model, r.prompt[None], NEW)[0][0].tolist() for r in requests]
     runner = _engine(model).new_runner()
     scheduler = Scheduler(runner, max_rows=4, max_waiting=8, keep_bytes=1 << 20)
@@ -286,25 +279,13 @@ def _served(rank, world, name):
     assert tokens_of(events[-1], 1) == want[-1]
 
 
-def test_served_together():
-    run_distributed(_served, 2, "qwen3_next", fresh=True)
-
-
-def _refusals(rank, world):
-    said = []
-    for name, changes, options in (
-        ("qwen3_next", {"linear_num_key_heads": 1, "linear_num_value_heads": 2}, {}),
-        ("qwen3_next", {}, {"queries": "repeated"}),
-        ("qwen3_next", {"dtype": torch.bfloat16}, {}),
-    ):
-        with pytest.raises(ValueError) as error:
-            _engine(random_model(name, **changes), **options)
-        said.append(str(error.value))
-    return said
-
-
+@on_ranks(4, fresh=True)
 def test_refusals():
-    for said in run_distributed(_refusals, 4, fresh=True):
-        assert "linear_attn: 2 value heads (1 key heads) on 4 ranks" in said[0] and "start 2 ranks or fewer" in said[0]
-        assert "queries='repeated' can't split" in said[1]
-        assert "experts.gate_up_proj: 16 neurons in units of 8 are too few for all ranks" in said[2]
+    heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+    for changes, options, message in (
+        (heads, {}, r"(?s)linear_attn: 2 value heads \(1 key heads\) on 4 ranks.*start 2 ranks or fewer"),
+        ({}, {"queries": "repeated"}, "queries='repeated' can't split"),
+        ({"dtype": torch.bfloat16}, {}, "experts.gate_up_proj: 16 neurons in units of 8 are too few for all ranks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            _engine(random_model("qwen3_next", **changes), **options)

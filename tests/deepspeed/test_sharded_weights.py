@@ -6,13 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import largest, run_distributed
-
-pytest.importorskip("deepspeed")
-pytest.importorskip("transformers")
-
 from megatron_tree import TreeConfig
+from megatron_tree.integrations import deepspeed as tree_deepspeed
 from support.hf_models import hf_generate, left_padded, plain, prompt, tiny_model, tree_model
+from support.ranks import largest, on_ranks, run_distributed
 from support.tape import TapedSteps
 
 NEW = 6
@@ -76,8 +73,6 @@ def _numbers_of_a_token(model):
 
 
 def _run(rank, world, families):
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
-
     found = {}
     for family in families:
         model = _model(family)
@@ -129,10 +124,10 @@ def test_tokens_and_bytes_of_all_families(world):
     _check(run_distributed(_run, world, families, fresh=True, timeout=290), world)
 
 
-def _bf16(rank, world, family):
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+@on_ranks(4, fresh=True)
+def test_bf16_within_the_rule_and_the_same_bits_on_all_ranks(world, family):
     """Error of the logits of the next token, by that of the plain model in bf16; also where tokens are shared."""
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
-
     ids = prompt(1, 60)
     truth = _model(family)(ids, logits_to_keep=1).logits
     model = _model(family, torch.bfloat16)
@@ -144,13 +139,8 @@ def _bf16(rank, world, family):
     batch = runner.step([runner.add(), runner.add()], ids[:, :2].view(2, 1))
     parts = [torch.empty_like(batch) for _ in range(world)]
     dist.all_gather(parts, batch)
-    return largest(errors), all(torch.equal(batch, part) for part in parts)
-
-
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
-def test_bf16_within_the_rule_and_the_same_bits_on_all_ranks(family):
-    for error, same in run_distributed(_bf16, 4, family, fresh=True):
-        assert error <= 2 and same
+    error, same = largest(errors), all(torch.equal(batch, part) for part in parts)
+    assert error <= 2 and same, (error, same)
 
 
 FILES = (
@@ -164,8 +154,6 @@ FILES = (
 
 def _from_files(rank, world, folder):
     """The largest difference of a logit of engines of saved models."""
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
-
     worst = {}
     for family in FILES:
         model, ids = _model(family), prompt(1, 40)
@@ -188,62 +176,40 @@ def test_pieces_are_read_from_files(tmp_path):
         assert largest(worst.values()) < 5e-6, worst
 
 
-def _refusals(rank, world):
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
+@on_ranks(3, fresh=True)
+def test_refusals():
     from megatron_tree.integrations.transformers.attention import TreeCache
 
-    said = []
-    for family, options in (
-        ("llama", {"tp_size": 2}),
-        ("llama", {"sp_size": 3}),
-        ("llama", {"weights": "split"}),
-        ("llama", {"split_latents": False}),
-        ("deepseek_v2", {"split_latents": True, "weights": "replicated"}),
-        ("llama", {"queries": "repeated", "weights": "replicated"}),
-        ("llama", {"queries": "whole"}),
+    latents = "is for weights='sharded' and models with latent attention"
+    for family, options, message in (
+        ("llama", {"tp_size": 2}, "leave sp_size=None and tp_size=2 out"),
+        ("llama", {"sp_size": 3}, "leave sp_size=3 and tp_size=1 out"),
+        ("llama", {"weights": "split"}, "weights='split' is unknown"),
+        ("llama", {"split_latents": False}, f"split_latents=False {latents}"),
+        ("deepseek_v2", {"split_latents": True, "weights": "replicated"}, f"split_latents=True {latents}"),
+        (
+            "llama",
+            {"queries": "repeated", "weights": "replicated"},
+            "queries='repeated' is for weights='sharded', but weights='replicated'",
+        ),
+        ("llama", {"queries": "whole"}, "queries='whole' is unknown"),
     ):
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match=message):
             tree_deepspeed.init_inference(_model(family), **{"weights": "sharded", **options})
-        said.append(str(error.value))
     model = tiny_model("smollm2")
     engine = tree_deepspeed.init_inference(model, weights="sharded")
-    ids = prompt(1, 5)
-    for cache in (TreeCache(model.config, cp_group=engine.sp_group), None):
-        with pytest.raises(ValueError) as error:
-            model(ids, past_key_values=cache, use_cache=cache is not None)
-        said.append(str(error.value))
-    with pytest.raises(ValueError) as error:
+    ids, whole = prompt(1, 5), TreeCache(model.config, cp_group=engine.sp_group)
+    with pytest.raises(ValueError, match=r"head_shares=\(3,\), but the cache is one for head_shares=None"):
+        model(ids, past_key_values=whole)
+    with pytest.raises(ValueError, match=r"head_shares=\(3,\), but no cache is given"):
+        model(ids, use_cache=False)
+    with pytest.raises(ValueError, match=r"save of a cache with head_shares=\(3,\): other head groups hold other KV"):
         TreeCache(model.config, head_shares=(3,)).save("x", [], fingerprint="")
-    said.append(str(error.value))
-    plain_model = tree_model("smollm2")
-    with pytest.raises(ValueError) as error:
-        plain_model(ids, past_key_values=engine.new_cache())
-    said.append(str(error.value))
-    return said
-
-
-def test_refusals():
-    expected = (
-        "leave sp_size=None and tp_size=2 out",
-        "leave sp_size=3 and tp_size=1 out",
-        "weights='split' is unknown",
-        "split_latents=False is for weights='sharded' and models with latent attention",
-        "split_latents=True is for weights='sharded' and models with latent attention",
-        "queries='repeated' is for weights='sharded', but weights='replicated'",
-        "queries='whole' is unknown",
-        "head_shares=(3,), but the cache is one for head_shares=None",
-        "head_shares=(3,), but no cache is given",
-        "save of a cache with head_shares=(3,): other head groups hold other KV heads",
-        "head_shares=None, but the cache is one for head_shares=(3,)",
-    )
-    for said in run_distributed(_refusals, 3, fresh=True):
-        for text, part in zip(said, expected, strict=True):
-            assert part in text
+    with pytest.raises(ValueError, match=r"head_shares=None, but the cache is one for head_shares=\(3,\)"):
+        tree_model("smollm2")(ids, past_key_values=engine.new_cache())
 
 
 def _replayed(rank, world, families):
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
-
     worst = {}
     for family in families:
         # gloo's ranks would meet in each call; NCCL's don't

@@ -7,7 +7,6 @@ import os
 import re
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +14,8 @@ from pathlib import Path
 import pytest
 
 from support.limits import files_of_at_most
+from support.processes import free_port
 from support.ranks import run_distributed
-
-pytest.importorskip("deepspeed")
-pytest.importorskip("transformers")
 
 REPO = Path(__file__).parents[2]
 SCRIPT = REPO / "launch" / "train_hf.py"
@@ -32,9 +29,7 @@ ENV = {
 
 
 def _command(text_folder, save, *options):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     options = ("--model", "tiny", "--seq-length", 48, "--data-path", text_folder, "--save", save, *options)
     command = [LAUNCHER, "--num_gpus", 2, "--master_port", port, "--no_local_rank", SCRIPT, *options]
     return [str(part) for part in command], os.environ | ENV | {"TORCH_EXTENSIONS_DIR": str(save / "compiled")}
@@ -166,9 +161,7 @@ def test_transformers_trainer(text, tmp_path, launcher):
         2,
     )
     options += ("--output_dir", tmp_path / "out", "--max_steps", 3, "--logging_steps", 1, "--use_cpu")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     script = REPO / "launch" / "train_trainer.py"
     if launcher == "deepspeed":
         options += ("--deepspeed", REPO / "configs" / "deepspeed" / "trainer_zero2.json")

@@ -5,12 +5,12 @@ import time
 import pytest
 import torch
 
-from support.ranks import largest, run_distributed
-
-pytest.importorskip("deepspeed")
-pytest.importorskip("transformers")
-
+from megatron_tree import comm
+from megatron_tree.cache.gathered import num_words
+from megatron_tree.errors import CommError
+from megatron_tree.integrations import deepspeed as tree_deepspeed
 from support.hf_models import prompt, tiny_model
+from support.ranks import largest, on_ranks, run_distributed
 
 TOKENS = 229
 BLOCK = 2
@@ -18,8 +18,6 @@ BLOCK = 2
 
 @torch.no_grad()
 def _engine(family, dtype=torch.float32, **options):
-    from megatron_tree.integrations import deepspeed as tree_deepspeed
-
     model = tiny_model(family).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -31,8 +29,6 @@ def _engine(family, dtype=torch.float32, **options):
 
 def _run(engine, forced, **options):
     """(logits of the last prompt token and of one more, operations of the prefill)"""
-    from megatron_tree import comm
-
     engine.module.weight_gathering.forced = forced
     runner, ids = engine.new_runner(**options), prompt(1, TOKENS + 1)
     row = runner.add()
@@ -76,11 +72,9 @@ def test_logits_of_all_forms_and_the_chosen_one_sends_least(world, families):
     _check_forms(world, families)
 
 
-def _memory_and_order(rank, world):
+@on_ranks(2, fresh=True)
+def test_one_layer_is_whole_and_the_next_one_is_under_way(world):
     """By layer while its MLP runs: the bytes of parameters beyond the pieces, and layers whose gathers have begun."""
-    from megatron_tree import comm
-    from megatron_tree.cache.gathered import num_words
-
     engine, _ = _engine("llama")
     model, own, seen = engine.module, engine.module.weight_gathering, []
     weights = [[*layer.attention, *layer.feed_forwards[0].weights] for layer in own.layers]
@@ -97,17 +91,10 @@ def _memory_and_order(rank, world):
     own.forced, runner = True, engine.new_runner()
     with comm.record() as sent:
         runner.prefill(runner.add(), prompt(1, TOKENS)[0])
-    return seen, beyond
-
-
-def test_one_layer_is_whole_and_the_next_one_is_under_way():
-    for seen, beyond in run_distributed(_memory_and_order, 2, fresh=True):
-        assert seen == [(beyond, 2), (beyond, 3), (beyond, 3)]
+    assert seen == [(beyond, 2), (beyond, 3), (beyond, 3)], (seen, beyond)
 
 
 def _a_rank_fails(rank, world):
-    from megatron_tree.errors import CommError
-
     engine, _ = _engine("llama", prefill_chunk=200)
     model = engine.module
 

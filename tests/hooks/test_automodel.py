@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from support.ranks import run_distributed
+from support.ranks import on_ranks
 
 pytest.importorskip("transformers")
 pytest.importorskip("nemo_automodel", reason="needs nemo-automodel")
@@ -38,7 +38,8 @@ def _padded(ids, labels):
     return batch, [(ids[i : i + 1, :n], labels[i : i + 1, :n]) for i, n in enumerate(LENGTHS)]
 
 
-def _over_ranks(rank, world):
+@on_ranks(2, fresh=True)
+def test_documents_and_padding_that_automodel_shards_give_what_each_gives_alone(world):
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))
     text = prompt(2, 21)
     for make in (_packed, _padded):
@@ -62,7 +63,3 @@ def _over_ranks(rank, world):
             dist.all_reduce(parameter.grad)
             error, scale = (float(x.abs().max()) for x in (parameter.grad - right[name].grad, right[name].grad))
             assert error <= 2e-5 * scale, (name, error, scale)  # Transformers computes norms in fp32
-
-
-def test_documents_and_padding_that_automodel_shards_give_what_each_gives_alone():
-    run_distributed(_over_ranks, 2, fresh=True)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from support.ranks import run_distributed
+from support.ranks import on_ranks
 
 pytest.importorskip("diffusers", reason="needs diffusers")
 
@@ -84,7 +84,8 @@ def _found(model, others, x, sum_over_ranks):
     return {"out": out.detach(), "tangent": change.detach(), "loss": loss.detach(), **dict(zip(names, gradients))}
 
 
-def _over_ranks(rank, world):
+@on_ranks(2, fresh=True)
+def test_a_diffusers_transformer_over_two_ranks_gives_what_one_rank_gives(world):
     torch.accelerator.device_count = lambda: 1  # diffusers counts accelerators; the CPU is this machine's
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("cp",))["cp"]
     torch.manual_seed(0)
@@ -109,7 +110,3 @@ def _over_ranks(rank, world):
     flash.set_attention_backend("_native_flash")
     with pytest.raises(ValueError, match=r"attention backends \['_native_flash'\]: call set_attention_backend"):
         enable_tree_attention(flash, mesh)
-
-
-def test_a_diffusers_transformer_over_two_ranks_gives_what_one_rank_gives():
-    run_distributed(_over_ranks, 2, fresh=True)

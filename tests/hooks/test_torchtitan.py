@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from support.ranks import run_distributed
+from support.ranks import on_ranks
 
 pytest.importorskip("torchtitan", reason="needs torchtitan")
 pytest.importorskip("spmd_types", reason="needs spmd_types")
@@ -67,7 +67,31 @@ def _dense_attention(q, k, v, *, attention_masks, scale, enable_gqa):
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
 
 
-def _over_ranks(rank, world):
+def _parallel(parallelism, world):
+    spec = with_tree_attention(_spec(), tree_config=TreeConfig(backend="reference"))
+    set_spmd_backend(parallelism.spmd_backend)
+    dims = ParallelDims.from_config(parallelism, world)
+    with mock.patch.object(parallel_dims, "device_type", "cpu"):  # without a GPU it says "cuda"
+        dims.build_mesh()
+    training = TrainingConfig(mixed_precision_param="float32")
+    others = dict(training=training, compile_config=CompileConfig(enable=False), ac_config=None, dump_folder="")
+    model = spec.parallelize_fn(_built(spec, parallelism), parallel_dims=dims, parallelism=parallelism, **others)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    return model, dims
+
+
+def test_models_with_windows_and_other_masks_are_refused():
+    with pytest.raises(ValueError, match=r"gpt_oss: a layer's inner attention is .*window_size=\(127, 0\)"):
+        with_tree_attention(gpt_oss.model_registry("debugmodel"))
+    model = GptOssModel.__new__(GptOssModel)
+    with pytest.raises(ValueError, match="GptOssModel makes its own masks"):
+        with_tree_attention(_spec()).parallelize_fn(model, parallel_dims=None, parallelism=None)
+
+
+@on_ranks(2, fresh=True)
+def test_packed_documents_over_two_ranks_give_what_one_rank_gives(world):
     tokens, labels, positions = _batch()
     plain = _built(_spec(), ParallelismConfig())
     for layer in plain.layers.values():  # on the CPU flex attention has no backward
@@ -94,30 +118,3 @@ def _over_ranks(rank, world):
         options = {"context_parallel_load_balancer": "ptrr", **others}
         with pytest.raises(ValueError, match=refused):
             _parallel(ParallelismConfig(context_parallel_degree=world, **options), world)
-
-
-def _parallel(parallelism, world):
-    spec = with_tree_attention(_spec(), tree_config=TreeConfig(backend="reference"))
-    set_spmd_backend(parallelism.spmd_backend)
-    dims = ParallelDims.from_config(parallelism, world)
-    with mock.patch.object(parallel_dims, "device_type", "cpu"):  # without a GPU it says "cuda"
-        dims.build_mesh()
-    training = TrainingConfig(mixed_precision_param="float32")
-    others = dict(training=training, compile_config=CompileConfig(enable=False), ac_config=None, dump_folder="")
-    model = spec.parallelize_fn(_built(spec, parallelism), parallel_dims=dims, parallelism=parallelism, **others)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-    return model, dims
-
-
-def test_models_with_windows_and_other_masks_are_refused():
-    with pytest.raises(ValueError, match=r"gpt_oss: a layer's inner attention is .*window_size=\(127, 0\)"):
-        with_tree_attention(gpt_oss.model_registry("debugmodel"))
-    model = GptOssModel.__new__(GptOssModel)
-    with pytest.raises(ValueError, match="GptOssModel makes its own masks"):
-        with_tree_attention(_spec()).parallelize_fn(model, parallel_dims=None, parallelism=None)
-
-
-def test_packed_documents_over_two_ranks_give_what_one_rank_gives():
-    run_distributed(_over_ranks, 2, fresh=True)

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from support import megatron_models
 from support.megatron_models import VOCAB, Case, build_model, gradients_over_cp, megatron, transformer_config
-from support.ranks import run_distributed
+from support.ranks import on_ranks
 
 LENGTHS = (13, 27, 5, 3)
 
@@ -67,7 +67,8 @@ def _through_verl(texts, world):
     return [x.detach() for x in found], gradients_over_cp(model)
 
 
-def _over_ranks(rank, world):
+@on_ranks(2, fresh=True)
+def test_sequences_that_verl_packs_give_what_each_gives_alone(world):
     texts = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
     with megatron(tp=1, pp=1, cp=1):
         right, gradients = _alone(texts)
@@ -80,7 +81,3 @@ def _over_ranks(rank, world):
     for name, truth in gradients.items():
         error, scale = (float(x.abs().max()) for x in (over_ranks[name] - truth, truth))
         assert error <= 3e-5 * max(scale, 1e-3), (name, error, scale)
-
-
-def test_sequences_that_verl_packs_give_what_each_gives_alone():
-    run_distributed(_over_ranks, 2, fresh=True)

@@ -8,12 +8,9 @@ import dataclasses
 import pytest
 import torch
 
-from support.ranks import run_distributed
-
-pytest.importorskip("megatron.core")
-
 from megatron_tree import TreeConfig
 from support.megatron_models import Case, build_model, check, megatron, reference_of, run_all, schedules
+from support.ranks import run_distributed
 
 
 @pytest.mark.supports("cp_comm_type tree, p2p, all_gather", with_="MHA, GQA, MQA; cp = 4")

@@ -8,9 +8,6 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-
-pytest.importorskip("megatron.core")
-
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
@@ -18,7 +15,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron_tree import TreeConfig, packed_layout, shard_positions
 from megatron_tree.integrations import megatron as tree
 from support.core_attention import Group, causal_mask, config, core_attention, qkv
-from support.ranks import largest, run_distributed
+from support.ranks import largest, on_ranks, run_distributed
 from support.rounding import assert_near
 
 causal, no_mask, padding = AttnMaskType.causal, AttnMaskType.no_mask, AttnMaskType.padding
@@ -134,7 +131,48 @@ def compare(mine, whole, rows, k_rows, real=None):
     return worst
 
 
-def _masks(rank, world):
+def dense_with_gradients(inputs, hidden):
+    """[out, dq, dk, dv] of dense attention in float64; hidden [b, 1, s_q or 1, s_k]. Rows that see nothing see all."""
+    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+    out = dense(*leaves, scale=8**-0.5, hidden=hidden & ~hidden.all(-1, keepdim=True))
+    return [out.detach(), *torch.autograd.grad((out * inputs[3]).sum(), leaves)]
+
+
+def test_masks_of_a_loader_that_makes_causal_ones_are_not_read(monkeypatch):
+    arguments = types.SimpleNamespace(reset_attention_mask=False)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", types.SimpleNamespace(_GLOBAL_ARGS=arguments))
+    module, tensors = core_attention(), qkv()
+    unread = torch.zeros(1, dtype=torch.bool)
+    assert torch.equal(module(*tensors, unread), module(*tensors))
+    arguments.reset_attention_mask = True
+    with pytest.raises(ValueError, match="attention_mask"):
+        module(*tensors, unread)
+
+
+@pytest.mark.supports("hybrid context parallelism", with_="batches over 1 and 2 of 4 ranks, sbhd and thd")
+@on_ranks(4)
+def test_batches_over_ranks_of_their_own(rank, world):
+    """A batch over ranks of its own, as hybrid context parallelism makes them; cp_comm_type is as of all ranks."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    bounds, errors = torch.tensor([0, SEQ]), {}
+    want = run_core(inputs_of(batch=1), 1)
+    for size, group in ((2, pairs[rank // 2]), (1, None)):
+        rows = shard_positions(SEQ, rank % size, size)
+        for form, name in itertools.product(("sbhd", "thd"), ("tree", "p2p", "all_gather", "a2a")):
+            packed = PackedSeqParams(form, bounds, bounds, max_seqlen_q=SEQ, max_seqlen_kv=SEQ, local_cp_size=size)
+            packed.cp_group = group
+            inputs = [x.flatten(0, 1) if form == "thd" else x for x in inputs_of(batch=1)]
+            found = run_core(inputs, world, rows, rows, packed_seq_params=packed, name=name)
+            whole = [x.view(len(x), *y.shape[1:]) for x, y in zip(want, found)]
+            errors[size, form, name] = compare(found, whole, rows, rows)
+    assert len(errors) == 16 and largest(errors.values()) < 1e-12, errors
+
+
+@pytest.mark.supports("attention_mask", with_="causal, padding, both; cp = 4")
+@pytest.mark.supports("cross attention", with_="padded keys of another length; cp = 4")
+@pytest.mark.parametrize("world", [1, 4])
+@on_ranks()
+def test_masks_are_read_as_lengths(rank, world):
     """Padding masks in all their shapes, with and without causality, self and cross attention."""
     rows = shard_positions(SEQ, rank, world)
     hidden = key_padding()
@@ -173,59 +211,11 @@ def _masks(rank, world):
     for name, share in (("all keys", pad), ("local keys", pad[..., k_rows])):
         options = dict(attn_mask_type=padding, attention_mask=share, cross=True)
         errors["cross", name] = compare(run_core(inputs, world, rows, k_rows, **options), want, rows, k_rows)
-    return errors
+    assert largest(errors.values()) < 1e-12, errors
 
 
-def dense_with_gradients(inputs, hidden):
-    """[out, dq, dk, dv] of dense attention in float64; hidden [b, 1, s_q or 1, s_k]. Rows that see nothing see all."""
-    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
-    out = dense(*leaves, scale=8**-0.5, hidden=hidden & ~hidden.all(-1, keepdim=True))
-    return [out.detach(), *torch.autograd.grad((out * inputs[3]).sum(), leaves)]
-
-
-def test_masks_of_a_loader_that_makes_causal_ones_are_not_read(monkeypatch):
-    arguments = types.SimpleNamespace(reset_attention_mask=False)
-    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", types.SimpleNamespace(_GLOBAL_ARGS=arguments))
-    module, tensors = core_attention(), qkv()
-    unread = torch.zeros(1, dtype=torch.bool)
-    assert torch.equal(module(*tensors, unread), module(*tensors))
-    arguments.reset_attention_mask = True
-    with pytest.raises(ValueError, match="attention_mask"):
-        module(*tensors, unread)
-
-
-def _own_group(rank, world):
-    """A batch over ranks of its own, as hybrid context parallelism makes them; cp_comm_type is as of all ranks."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    bounds, errors = torch.tensor([0, SEQ]), {}
-    want = run_core(inputs_of(batch=1), 1)
-    for size, group in ((2, pairs[rank // 2]), (1, None)):
-        rows = shard_positions(SEQ, rank % size, size)
-        for form, name in itertools.product(("sbhd", "thd"), ("tree", "p2p", "all_gather", "a2a")):
-            packed = PackedSeqParams(form, bounds, bounds, max_seqlen_q=SEQ, max_seqlen_kv=SEQ, local_cp_size=size)
-            packed.cp_group = group
-            inputs = [x.flatten(0, 1) if form == "thd" else x for x in inputs_of(batch=1)]
-            found = run_core(inputs, world, rows, rows, packed_seq_params=packed, name=name)
-            whole = [x.view(len(x), *y.shape[1:]) for x, y in zip(want, found)]
-            errors[size, form, name] = compare(found, whole, rows, rows)
-    return errors
-
-
-@pytest.mark.supports("hybrid context parallelism", with_="batches over 1 and 2 of 4 ranks, sbhd and thd")
-def test_batches_over_ranks_of_their_own():
-    for errors in run_distributed(_own_group, 4):
-        assert len(errors) == 16 and largest(errors.values()) < 1e-12, errors
-
-
-@pytest.mark.supports("attention_mask", with_="causal, padding, both; cp = 4")
-@pytest.mark.supports("cross attention", with_="padded keys of another length; cp = 4")
-@pytest.mark.parametrize("world", [1, 4])
-def test_masks_are_read_as_lengths(world):
-    for errors in run_distributed(_masks, world):
-        assert largest(errors.values()) < 1e-12, errors
-
-
-def _nan_in_padding(rank, world):
+@on_ranks(4)
+def test_what_a_padding_mask_hides_may_be_nan(rank, world):
     """What a padding mask hides holds NaN in q, k, v and dout: results are those of zeros there, to the bit."""
     rows, padded = shard_positions(SEQ, rank, world), key_padding().T  # [s, b]
     for mask_type in (padding, AttnMaskType.padding_causal):
@@ -237,11 +227,6 @@ def _nan_in_padding(rank, world):
                 results.append(run_core(inputs, world, rows, rows, **call))
             assert all(map(torch.equal, *results)), (mask_type, comm_type)
             assert not any(x[padded[rows]].any() for x in results[0][1:]), (mask_type, comm_type)
-    return True
-
-
-def test_what_a_padding_mask_hides_may_be_nan():
-    assert all(run_distributed(_nan_in_padding, 4))
 
 
 def _packed(rank, world, drop):
@@ -302,16 +287,12 @@ def test_tensor_parallel_ranks_drop_other_pairs():
     assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
 
 
-def _bad_mask_on_one_rank(rank, world):
+@pytest.mark.refuses("a mask that is wrong on one rank only", when="the forward, on all ranks")
+@on_ranks(2, timeout=60)
+def test_a_bad_mask_on_one_rank_is_an_error_on_all(rank, world):
     rows = shard_positions(SEQ, rank, world)
     mask = causal_mask(SEQ)[:, :, rows].clone()
     if rank == 1:
         mask[..., 0, 0] = ~mask[..., 0, 0]
     with pytest.raises(ValueError, match="neither the causal mask"):
         run_core(inputs_of(), world, rows, rows, attention_mask=mask)
-    return True
-
-
-@pytest.mark.refuses("a mask that is wrong on one rank only", when="the forward, on all ranks")
-def test_a_bad_mask_on_one_rank_is_an_error_on_all():
-    assert all(run_distributed(_bad_mask_on_one_rank, 2, timeout=60))

@@ -6,9 +6,6 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-
-pytest.importorskip("megatron.core")
-
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.spec_utils import ModuleSpec
 
@@ -17,7 +14,8 @@ from support.core_attention import config
 from support.megatron_hybrid import build_hybrid, mamba_chunk_scan_combined, mixers_in_torch, run_hybrid
 from support.megatron_models import Case, check, megatron, run_all
 from support.megatron_release import GDN
-from support.ranks import run_distributed
+from support.ranks import on_ranks, run_distributed
+from support.refusals import refused_with
 
 MAMBA, GATED = "M*-M", "G*G"
 
@@ -95,8 +93,10 @@ def _mixer(model):
     return layer.self_attention if hasattr(layer, "self_attention") else layer.mixer
 
 
-def _own_batch(rank, world, pattern):
-    """The worst difference between a rank's own batch, sbhd and thd, and the same on one rank."""
+@pytest.mark.parametrize("pattern", [MAMBA, GATED])
+@on_ranks(2)
+def test_batches_over_fewer_ranks(rank, world, pattern):
+    """Hybrid context parallelism: a batch may lie on one of the ranks alone, sbhd and thd."""
     x, outs = torch.randn(12, 1, 64, generator=torch.Generator().manual_seed(rank)), []
     bounds = torch.tensor([0, len(x)])
     for size, form in ((1, None), (world, "sbhd"), (world, "thd")):
@@ -104,16 +104,13 @@ def _own_batch(rank, world, pattern):
         packed = PackedSeqParams(form, bounds, bounds, **lengths) if form else None
         with megatron(tp=1, pp=1, cp=size), mixers_in_torch(), torch.no_grad():
             outs.append(_mixer(build_hybrid(Case(cp=size), pattern))(x, None, packed_seq_params=packed)[0])
-    return max(float((out - outs[0]).abs().max() / outs[0].abs().max()) for out in outs)
+    worst = max(float((out - outs[0]).abs().max() / outs[0].abs().max()) for out in outs)
+    assert worst < 1e-5, worst
 
 
 @pytest.mark.parametrize("pattern", [MAMBA, GATED])
-def test_batches_over_fewer_ranks(pattern):
-    """Hybrid context parallelism: a batch may lie on one of the ranks alone."""
-    assert max(run_distributed(_own_batch, 2, pattern)) < 1e-5
-
-
-def _stored(rank, world, pattern):
+@on_ranks(2)
+def test_checkpoints_are_those_of_megatron(world, pattern):
     """Keys and shapes in a checkpoint: ours (cp) and Megatron's own (cp = 1)."""
     from megatron.core import parallel_state
 
@@ -125,36 +122,9 @@ def _stored(rank, world, pattern):
             stored.append(
                 {key: (item.key, tuple(item.data.shape)) for key, item in state.items() if item.data is not None}
             )
-    return stored
-
-
-@pytest.mark.parametrize("pattern", [MAMBA, GATED])
-def test_checkpoints_are_those_of_megatron(pattern):
-    for ours, megatrons in run_distributed(_stored, 2, pattern):
-        assert ours == megatrons
-        assert any(key.endswith("in_proj.weight") for key in ours)
-
-
-def _refused(rank, world):
-    plain, said = Case(cp=world, cp_comm_type="p2p"), []
-    with megatron(tp=1, pp=1, cp=world), mixers_in_torch():
-        mamba = build_hybrid(plain, MAMBA)
-        with pytest.raises(ValueError) as error:
-            tree.use_dispatched_documents(mamba)
-        said.append(str(error.value))
-        with pytest.raises(ValueError, match="serves a GPTModel"):
-            tree.MegatronRunner(mamba)
-        with pytest.raises(ValueError) as error:
-            build_hybrid(plain, GATED)
-        said.append(str(error.value))
-        with pytest.raises(ValueError, match="the model has a TreeGatedDeltaNet: .* no recurrent states"):
-            tree.MegatronRunner(build_hybrid(Case(cp=world), GATED).eval())
-        for pattern in (MAMBA, GATED):
-            mixer = _mixer(build_hybrid(Case(cp=world), pattern))
-            with pytest.raises(ValueError) as error:
-                mixer(torch.zeros(4, 1, 64), inference_context=object())
-            said.append(str(error.value))
-    return said
+    ours, megatrons = stored
+    assert ours == megatrons, (ours, megatrons)
+    assert any(key.endswith("in_proj.weight") for key in ours), (ours, megatrons)
 
 
 @pytest.mark.refuses("Mamba layers whose cp_comm_type has no tree", when="use_dispatched_documents is called")
@@ -162,11 +132,23 @@ def _refused(rank, world):
 @pytest.mark.refuses("gated delta nets", when="MegatronRunner is made")
 @pytest.mark.refuses("cp_comm_type other than tree in a gated delta net (up to 0.17)", when="the model is built")
 @pytest.mark.refuses("an inference context in recurrent layers on shards", when="the forward")
-def test_what_recurrent_layers_can_not_take():
-    for mamba, gated, *inference in run_distributed(_refused, 2):
-        assert mamba.startswith("TreeMambaMixer (a layer with a recurrent state, and a cp_comm_type without a tree)")
-        assert gated.startswith("cp_comm_type='p2p' in a layer with a gated delta net, which has no context paral")
-        assert all("context_parallel_size=1, not 2" in message for message in inference)
+@on_ranks(2)
+def test_what_recurrent_layers_can_not_take(world):
+    plain = Case(cp=world, cp_comm_type="p2p")
+    with megatron(tp=1, pp=1, cp=world), mixers_in_torch():
+        mamba = build_hybrid(plain, MAMBA)
+        with refused_with("TreeMambaMixer (a layer with a recurrent state, and a cp_comm_type without a tree)"):
+            tree.use_dispatched_documents(mamba)
+        with pytest.raises(ValueError, match="serves a GPTModel"):
+            tree.MegatronRunner(mamba)
+        with refused_with("cp_comm_type='p2p' in a layer with a gated delta net, which has no context paral"):
+            build_hybrid(plain, GATED)
+        with pytest.raises(ValueError, match="the model has a TreeGatedDeltaNet: .* no recurrent states"):
+            tree.MegatronRunner(build_hybrid(Case(cp=world), GATED).eval())
+        for pattern in (MAMBA, GATED):
+            mixer = _mixer(build_hybrid(Case(cp=world), pattern))
+            with refused_with("context_parallel_size=1, not 2"):
+                mixer(torch.zeros(4, 1, 64), inference_context=object())
 
 
 GATED_CONFIG = dict(experimental_attention_variant="gated_delta_net", linear_attention_freq=2, cp_comm_type="tree")

@@ -6,9 +6,6 @@ from unittest import mock
 
 import pytest
 import torch
-
-pytest.importorskip("megatron.core")
-
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -20,7 +17,7 @@ from support.core_attention import Group, config, core_attention
 from support.megatron_layouts import Run, build_chunks, config_of, in_layout, plain
 from support.megatron_models import Case, build_model, megatron
 from support.megatron_serving import FullForwards, check, compare, scenario, served, text_of
-from support.ranks import largest, run_distributed
+from support.ranks import largest, on_ranks, run_distributed
 from support.tape import Tape, TapedSteps
 from support_matrix import refused
 
@@ -89,19 +86,15 @@ def _answers(run):
     return scenario(runner(model.eval()))
 
 
-def _experts(rank, world):
+@pytest.mark.supports(SERVED, with_="tp = 2, cp = 2; ep = 2, cp = 2")
+@on_ranks(2)
+def test_served_beside_expert_parallelism():
     errors = []
     for dispatcher in ("alltoall", "allgather"):
         run = Run(ep=2, cp=2, config=(("num_moe_experts", 4), ("moe_token_dispatcher_type", dispatcher)))
         expected, found = (in_layout(layout, _answers) for layout in (plain(run), run))
         errors += [float((x - found[name]).abs().max() / x.abs().max()) for name, x in expected.items()]
-    return errors
-
-
-@pytest.mark.supports(SERVED, with_="tp = 2, cp = 2; ep = 2, cp = 2")
-def test_served_beside_expert_parallelism():
-    for errors in run_distributed(_experts, 2):
-        assert largest(errors) <= 1e-4, errors
+    assert largest(errors) <= 1e-4, errors
 
 
 @pytest.mark.supports(SERVED, with_="bf16, a cache in int8")
@@ -210,26 +203,21 @@ def test_training_goes_on_as_if_nothing_had_been_served():
     assert all(run_distributed(_train_serve_train, 2))
 
 
-def _disagree(rank, world):
-    messages = []
+@on_ranks(2)
+def test_bad_prompts_are_errors_on_all_ranks(rank, world):
     with megatron(tp=1, pp=1, cp=world):
         runner = served(case(cp=world))
         row = runner.add()
-        wrong = [text_of(9, 1 + rank), torch.zeros(9 if rank else 33, dtype=torch.int64), text_of(9, 1)[:, None][:0]]
-        for tokens in wrong:
-            with pytest.raises(ValueError) as caught:
+        for tokens, message in (
+            (text_of(9, 1 + rank), "digest of tokens"),
+            (torch.zeros(9 if rank else 33, dtype=torch.int64), "would hold 33 tokens, but the model has 32 positions"),
+            (text_of(9, 1)[:, None][:0], r"tokens must be int64 \[tokens\], got \[0, 1\]"),
+        ):
+            with pytest.raises(ValueError, match=message):
                 runner.prefill(row, tokens)
-            messages.append(str(caught.value))
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(ValueError, match="name each row of the cache once"):
             runner.step([row, row], torch.zeros(2, 1, dtype=torch.int64))
         assert runner.length(row) == 0
-    return [*messages, str(caught.value)]
-
-
-def test_bad_prompts_are_errors_on_all_ranks():
-    for other, long, shape, rows in run_distributed(_disagree, 2):
-        assert "digest of tokens" in other and "would hold 33 tokens, but the model has 32 positions" in long
-        assert "tokens must be int64 [tokens], got [0, 1]" in shape and "name each row of the cache once" in rows
 
 
 def gpt_model(*, options=None, core=None, **attributes):
@@ -304,7 +292,9 @@ def test_runner_refuses_options(options, message):
         tree.MegatronRunner(model, token_group=Group(1), **options)
 
 
-def _static_context(rank, world):
+@pytest.mark.refuses("StaticInferenceContext, after the prompt (use MegatronRunner)", when="the forward")
+@on_ranks(1)
+def test_megatrons_own_context_is_refused():
     from megatron.core.inference.contexts import StaticInferenceContext
 
     with megatron(tp=1, pp=1, cp=1):
@@ -316,9 +306,3 @@ def _static_context(rank, world):
             context.increment_sequence_len_offset(5)
             with pytest.raises(ValueError, match="to decode with a KV cache use MegatronRunner"):
                 model(text_of(1, 1)[None], torch.tensor([[5]]), None, **serve)
-    return True
-
-
-@pytest.mark.refuses("StaticInferenceContext, after the prompt (use MegatronRunner)", when="the forward")
-def test_megatrons_own_context_is_refused():
-    assert all(run_distributed(_static_context, 1))

@@ -8,11 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("megatron.core")
-
 import megatron.core
+import pytest
 import torch
 
 from megatron_tree.integrations.megatron import megatron_lm

@@ -4,9 +4,6 @@ import copy
 
 import pytest
 import torch
-
-pytest.importorskip("megatron.core")
-
 from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm

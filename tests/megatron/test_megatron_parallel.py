@@ -3,10 +3,6 @@
 import pytest
 import torch
 
-from support.ranks import run_distributed
-
-pytest.importorskip("megatron.core")
-
 from support.megatron_layouts import (
     STEPS,
     Run,
@@ -17,6 +13,7 @@ from support.megatron_layouts import (
     train_plainly,
     whole_weight,
 )
+from support.ranks import run_distributed
 
 SEQUENCE_PARALLEL = (("sequence_parallel", True),)
 # With two stages and virtual ones both neighbours are the same rank: Megatron then wants the exchanges one by one.

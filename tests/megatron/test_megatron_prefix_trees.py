@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytest.importorskip("megatron.core")
-
 from megatron_tree import prefix_tree, unshard_sequence
+from megatron_tree.integrations import megatron as tree_mcore
 from support.megatron_hybrid import build_hybrid, mixers_in_torch
 from support.megatron_models import Case, build_model, check, gradients_over_cp, megatron, reference_of
 from support.prefix_trees import grown
-from support.ranks import run_distributed
+from support.ranks import on_ranks
+from support.refusals import refused_with
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,6 @@ def as_tree(case):
     """The same of the model that gets their tree."""
     from megatron.core import parallel_state
 
-    from megatron_tree.integrations import megatron as tree_mcore
-
     group, (rows, weights) = parallel_state.get_context_parallel_group(), _rows()
     tree = prefix_tree(rows, weights=weights)
     batch, packed = tree_mcore.dispatch_batch({"prefix_tree": tree}, multiple_of=case.multiple_of)
@@ -79,37 +77,28 @@ def test_losses_and_gradients_are_those_of_the_rows(cp):
     check(cp, [case(**kind) for kind in kinds[cp]], run=as_tree, reference=alone, run_reference=each_alone)
 
 
-def _refused(rank, world):
-    from megatron_tree.integrations import megatron as tree_mcore
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.refuses("prefix_tree with recurrent layers or attention dropout", when="the forward")
+@on_ranks()
+def test_what_takes_no_tree(world):
+    case = Rows(cp=world, tree=True, batch=1)
 
-    case, said = Rows(cp=world, tree=True, batch=1), []
-
-    def refused(build, **options):
+    def refused(messages, build, **options):
         batch, packed = tree_mcore.dispatch_batch({"prefix_tree": tree})
         model = tree_mcore.use_dispatched_documents(build(dataclasses.replace(case, **options)))
-        with pytest.raises(ValueError) as error:
+        with refused_with(*messages):
             model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=packed)
-        said.append(str(error.value))
 
     with megatron(tp=1, pp=1, cp=world), mixers_in_torch():
         tree = prefix_tree(_rows()[0])
         batch, packed = tree_mcore.dispatch_batch({"prefix_tree": tree})
         with pytest.raises(ValueError, match="call .*use_dispatched_documents"):  # its positions would be others
             build_model(case)(batch["tokens"], batch["position_ids"], None, packed_seq_params=packed)
-        refused(functools.partial(build_hybrid, pattern="M*-M"))
-        refused(build_model, extra=(("attention_dropout", 0.1),))
-        for batch, bounds in (({"prefix_tree": tree, "tokens": None}, None), ({"prefix_tree": 1}, None)):
-            with pytest.raises(ValueError) as error:
-                tree_mcore.dispatch_batch(batch, bounds)
-            said.append(str(error.value))
+        refused(["MambaMixer has a recurrent state"], functools.partial(build_hybrid, pattern="M*-M"))
+        dropout = (("attention_dropout", 0.1),)
+        refused(["attention_dropout=0.1", "takes no prefix_tree"], build_model, extra=dropout)
+        with pytest.raises(ValueError, match=r"beside \['tokens'\]"):
+            tree_mcore.dispatch_batch({"prefix_tree": tree, "tokens": None}, None)
+        with pytest.raises(ValueError, match="prefix_tree is a int"):
+            tree_mcore.dispatch_batch({"prefix_tree": 1}, None)
     dist.barrier()
-    return said
-
-
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.refuses("prefix_tree with recurrent layers or attention dropout", when="the forward")
-def test_what_takes_no_tree(world):
-    for recurrent, dropout, beside, other in run_distributed(_refused, world):
-        assert "MambaMixer has a recurrent state" in recurrent
-        assert "attention_dropout=0.1" in dropout and "takes no prefix_tree" in dropout
-        assert "beside ['tokens']" in beside and "prefix_tree is a int" in other

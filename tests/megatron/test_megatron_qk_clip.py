@@ -7,9 +7,6 @@ import pytest
 import torch
 
 from support import megatron_models
-
-pytest.importorskip("megatron.core")
-
 from support.megatron_models import Case, check, forward_backward, schedules
 
 THRESHOLD = 0.02  # most heads are clipped

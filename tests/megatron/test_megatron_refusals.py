@@ -4,9 +4,6 @@ import functools
 
 import pytest
 import torch
-
-pytest.importorskip("megatron.core")
-
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 

@@ -6,9 +6,6 @@ import sys
 import types
 
 import pytest
-
-pytest.importorskip("megatron.core")
-
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import gpt_layer_specs
@@ -26,6 +23,7 @@ from megatron_tree.integrations import megatron as tree
 from megatron_tree.integrations.megatron import compat
 from megatron_tree.integrations.megatron.compat import release
 from megatron_tree.integrations.megatron.fusions import fusion_options
+from megatron_tree.integrations.megatron.gated_delta_net import TreeGatedDeltaNet
 from support.core_attention import Group, config
 
 causal = AttnMaskType.causal
@@ -193,8 +191,6 @@ def test_the_dtype_of_states_that_newer_releases_pass(monkeypatch):
 
 @pytest.mark.refuses("recompute_modules with gdn_norm_out (0.19)", when="the model is built")
 def test_recomputation_of_the_norm_alone(monkeypatch):
-    from megatron_tree.integrations.megatron.gated_delta_net import TreeGatedDeltaNet
-
     def init(self, *args, **kwargs):
         torch.nn.Module.__init__(self)
         self.recompute_norm_out = True

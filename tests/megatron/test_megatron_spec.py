@@ -5,9 +5,6 @@ import functools
 
 import pytest
 import torch
-
-pytest.importorskip("megatron.core")
-
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention

@@ -8,9 +8,6 @@ import torch
 
 from megatron_tree import TreeConfig
 from support import megatron_models
-
-pytest.importorskip("megatron.core")
-
 from support.megatron_models import Case, check, forward_backward, reference_of, schedules, transformer_config
 
 

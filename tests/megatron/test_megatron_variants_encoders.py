@@ -4,9 +4,6 @@ import functools
 
 import pytest
 import torch
-
-pytest.importorskip("megatron.core")
-
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.T5.t5_model import T5Model

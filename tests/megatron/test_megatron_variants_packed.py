@@ -3,14 +3,17 @@
 import dataclasses
 import functools
 import itertools
+import sys
+import types
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-pytest.importorskip("megatron.core")
-
 from megatron_tree import shard_positions
+from megatron_tree.integrations import megatron as tree
+from megatron_tree.integrations.megatron.megatron_lm import dispatched_batches
 from support.megatron_hybrid import build_hybrid, mixers_in_torch
 from support.megatron_models import (
     VOCAB,
@@ -24,7 +27,8 @@ from support.megatron_models import (
     reference_of,
     schedules,
 )
-from support.ranks import run_distributed
+from support.ranks import on_ranks
+from support.refusals import refused_with
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,8 +141,6 @@ def dispatched(case, build=build_model):
     """The same of the model that gets documents which are whole on one rank, or spread."""
     from megatron.core import parallel_state
 
-    from megatron_tree.integrations import megatron as tree
-
     group = parallel_state.get_context_parallel_group()
     batch, begins = one_row(case)
     given = batch, begins
@@ -156,14 +158,8 @@ def dispatched(case, build=build_model):
 
 def inter_document(case, build=build_model):
     """The same of the batches of --dataloader-inter-document-masking: the row is cut zigzag as a whole."""
-    import sys
-    import types
-    from unittest import mock
-
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
-
-    from megatron_tree.integrations import megatron as tree
 
     group = parallel_state.get_context_parallel_group()
     batch, begins = one_row(case)
@@ -227,20 +223,17 @@ def test_inter_document_masking():
     check(2, [case(**kind) for kind in kinds], run=inter_document, reference=alone, run_reference=each_alone)
 
 
-def _unprepared(rank, world):
-    from megatron_tree.integrations import megatron as tree
-
-    case, said = Packed(cp=world, **ONE), []
+@on_ranks(2)
+def test_a_model_that_was_not_prepared_says_so(world):
+    case = Packed(cp=world, **ONE)
     with megatron(tp=1, pp=1, cp=world):
         batch, begins = one_row(case)
         share, packed = tree.dispatch_batch(batch, begins)
-        with pytest.raises(ValueError, match="call .*use_dispatched_documents") as error:
+        with refused_with("use_dispatched_documents", "rotary embedding"):
             build_model(case)(share["tokens"], share["position_ids"], None, packed_seq_params=packed)
-        said.append(str(error.value))
         model = build_model(dataclasses.replace(case, extra=options(mtp_num_layers=1)))
-        with pytest.raises(ValueError, match="mtp_num_layers=1") as error:
+        with refused_with("mtp_num_layers=1", "cut one by one"):
             tree.use_dispatched_documents(model)
-        said.append(str(error.value))
         with pytest.raises(ValueError, match=r"batch has entries \['text'\]"):
             tree.dispatch_batch({"text": 1}, begins)
         model = tree.use_dispatched_documents(build_model(dataclasses.replace(case, **MROPE)))
@@ -249,12 +242,6 @@ def _unprepared(rank, world):
         whole = type(packed).of(packed.layout, None, "cpu")  # as of inter-document masking
         with pytest.raises(ValueError, match="position_embedding_type='mrope' needs .* cut one by one"):
             model(share["tokens"], share["position_ids"], None, packed_seq_params=whole)
-    return said
-
-
-def test_a_model_that_was_not_prepared_says_so():
-    for first, second in run_distributed(_unprepared, 2):
-        assert "rotary embedding" in first and "cut one by one" in second
 
 
 def test_packed_documents_and_ulysses():
@@ -272,15 +259,11 @@ def test_packed_documents_and_multi_token_prediction():
     check_packed(2, [*cases, Packed(documents=(13, 27, 5), counts_padding=True, **MTP)])
 
 
-def _padded_documents(rank, world):
-    with megatron(tp=1, pp=1, cp=world), pytest.raises(ValueError) as error:
+@on_ranks(2)
+def test_multi_token_prediction_at_other_ends_is_refused(world):
+    said = "mtp_num_layers=2 with documents that end at token 45 (cu_seqlens_q), with their padding at 56"
+    with megatron(tp=1, pp=1, cp=world), refused_with(said):
         packed(Packed(documents=(13, 27, 5), **MTP))
-    return str(error.value)
-
-
-def test_multi_token_prediction_at_other_ends_is_refused():
-    for said in run_distributed(_padded_documents, 2):
-        assert "mtp_num_layers=2 with documents that end at token 45 (cu_seqlens_q), with their padding at 56" in said
 
 
 def _hybrid(case, *, run, pattern):
@@ -318,16 +301,10 @@ def test_recurrent_layers_over_data_and_context_ranks(pattern, cp):
     check(4, [DYNAMIC(cp=cp)], run=functools.partial(_hybrid, run=dispatched, pattern=pattern), **reference)
 
 
-def _of_a_script(rank, world):
+@on_ranks(2)
+def test_batches_of_a_script():
     """What Megatron-LM's get_batch gets with --dispatch-documents, where the other data rank has other documents."""
-    import sys
-    import types
-    from unittest import mock
-
     from megatron.core import utils
-
-    from megatron_tree.integrations import megatron as tree
-    from megatron_tree.integrations.megatron.megatron_lm import dispatched_batches
 
     arguments = types.SimpleNamespace(
         calculate_per_token_loss=True, sequence_parallel=True, tensor_model_parallel_size=3
@@ -343,8 +320,4 @@ def _of_a_script(rank, world):
         arguments.calculate_per_token_loss = False
         with pytest.raises(ValueError, match="add --calculate-per-token-loss"):
             utils.get_thd_batch_on_this_cp_rank(batch, begins, None, torch.tensor([70]))
-    return packed.layout.lengths, share["tokens"].shape[1]
-
-
-def test_batches_of_a_script():
-    assert run_distributed(_of_a_script, 2) == [(UNEVEN, 54)] * 2
+    assert packed.layout.lengths == UNEVEN and share["tokens"].shape[1] == 54

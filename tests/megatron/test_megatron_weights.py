@@ -6,8 +6,6 @@ from unittest import mock
 import pytest
 import torch
 
-pytest.importorskip("megatron.core")
-
 from megatron_tree import comm
 from megatron_tree.generation.requests import Request
 from megatron_tree.generation.sampling import SamplingParams

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("megatron.core")
-
+from megatron_tree.integrations import megatron as tree
+from megatron_tree.integrations.megatron import compat
 from support.megatron_release import compare
 from support.ranks import WORKER_ENV, run_distributed
 
@@ -77,9 +77,6 @@ def installed_copy(tmp_path_factory):
 
 
 def test_the_names_in_the_patches_exist():
-    from megatron_tree.integrations import megatron as tree
-    from megatron_tree.integrations.megatron import compat
-
     assert [path.stem for path in PATCHES] == sorted({release.rsplit(".", 1)[0] for release in RELEASES})
     for path in PATCHES:
         (table,) = re.findall(r"^\+CORE_ATTENTION_OF_CP_COMM_TYPE = (\{.*?\n\+\})", path.read_text(), re.DOTALL | re.M)

@@ -49,7 +49,8 @@ def _as_parameter(kind: str, x) -> np.ndarray | TensorMap:
 
 
 class Batch:
-    """Programs that are at the same place. Translated code calls the methods below; `registers` are its variables."""
+    """Programs that are at the same place. Translated code calls its methods and those of its parts; `registers` are
+    its variables."""
 
     def __init__(self, translator: Translator, memory: GlobalMemory, shared: SharedMemory, values: list, at: int):
         self.translator, self.memory, self.shared, self.values = translator, memory, shared, values
@@ -159,18 +160,6 @@ class Batch:
         index = np.broadcast_to(by, self.shape).reshape(-1, 32) & 31
         return np.take_along_axis(lanes, index.astype(np.int64), 1).reshape(self.shape)
 
-    def load_global(self, address, size, count, mask, line):
-        return self.memory.load(address, size, count, mask, line)
-
-    def store_global(self, address, size, values, mask, line):
-        self.memory.store(address, size, values, mask, line)
-
-    def load_shared(self, address, size, count, mask, line):
-        return self.shared.load(address, size, count, mask, line)
-
-    def store_shared(self, address, size, values, mask, line):
-        self.shared.store(address, size, values, mask, line)
-
     def copy(self, to, source, size, kept, mask, line):
         """cp.async; kept: bytes that are read, the others are 0."""
         wanted = mask
@@ -183,16 +172,6 @@ class Batch:
             data = np.where(wanted, data, data.dtype.type(0))
         self.shared.start_copy(to, size, data, mask, line)
 
-    def commit_copies(self):
-        self.shared.commit()
-
-    def wait_copies(self, pending, line):
-        self.shared.wait(pending, line)
-
-    def tensor_map(self, n: int):
-        """The address of a descriptor among the parameters."""
-        return np.uint64(MAPS + n)
-
     def copy_box(self, to, tensor, coordinates, barrier, mask, line):
         """cp.async.bulk.tensor"""
         n = int(np.broadcast_to(tensor, self.shape)[0, 0]) - MAPS
@@ -203,51 +182,9 @@ class Batch:
         n = int(np.broadcast_to(tensor, self.shape)[0, 0]) - MAPS
         self.boxes.add(self.shared, self.values[n], coordinates, source, mask, line)
 
-    def commit_sums(self):
-        self.boxes.commit_sums()
-
-    def wait_for_sums(self, pending, line):
-        self.boxes.wait_for_sums(self.shared, self.memory, pending, line)
-
-    def make_arrival(self, address, count, mask, line):
-        self.boxes.init(self.shared, address, count, mask, line)
-
-    def end_arrival(self, address, mask, line):
-        self.boxes.invalidate(self.shared, address, mask, line)
-
-    def expect_bytes(self, address, nbytes, mask, line):
-        self.boxes.expect(self.shared, address, nbytes, mask, line)
-
-    def wait_arrival(self, address, parity, line):
-        return self.boxes.wait(self.shared, address, parity, line)
-
-    def barrier(self, number, line):
-        self.shared.barrier()
-
-    def fence_proxy(self):
-        self.shared.fence()
-
-    def load_matrices(self, address, count, transposed, line):
-        return matrix.load_matrices(self.shared, address, count, transposed, line)
-
-    def store_matrices(self, address, values, transposed, line):
-        matrix.store_matrices(self.shared, address, values, transposed, line)
-
     def multiply(self, shape, kind, a, b, c, line):
         """mma.sync: c + a @ b of every warp."""
         if shape != "m16n8k16" or kind not in words.FROM:
             raise Fault(f"line {line}: not known: mma {shape} of {kind}")
         product = np.matmul(matrix.fragment_a(a, self.shape, kind), matrix.fragment_b(b, self.shape, kind))
         return [x + y for x, y in zip(c, matrix.rows_to_registers(product))]
-
-    def start_product(self, *product):
-        self.products.start(self.shared, *product)
-
-    def fence_registers(self):
-        self.products.fence()
-
-    def commit_products(self):
-        self.products.commit()
-
-    def wait_products(self, pending, line):
-        self.products.wait(self.shared, pending, line)

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import words
+from . import matrix, words
 from .arithmetic import PLAIN, expression
+from .boxes import MAPS
 from .syntax import Fault, Instruction, Program, elements, is_register
 from .words import SIZES, TYPES
 
@@ -34,7 +35,14 @@ class Translator:
     def __init__(self, program: Program):
         self.program, self.ranges, self.floats = program, program.blocks(), program.floats()
         self.number = {r.start: n for n, r in enumerate(self.ranges)}
-        self.names = {"np": np, "W": words, "True_": np.True_, "False_": np.False_, **DTYPES}  # of the translated code
+        self.names = {
+            "np": np,
+            "W": words,
+            "X": matrix,
+            "True_": np.True_,
+            "False_": np.False_,
+            **DTYPES,
+        }  # of the translated code
         self._known: dict[bytes, str] = {}
         self._maps = {name: n for n, (kind, name) in enumerate(program.params) if kind == "align"}  # descriptors
         self._blocks: dict[tuple[int, bool], Block] = {}
@@ -90,7 +98,7 @@ class Translator:
         if t == "pred":
             return "True_" if int(text, 0) else "False_"
         if text in self._maps:
-            return f"M.tensor_map({self._maps[text]})"
+            return f"np.uint64({MAPS + self._maps[text]})"
         if text == "global_smem":
             text = "0"  # shared memory begins at address 0
         size = SIZES[t]
@@ -177,16 +185,17 @@ class Translator:
             return self._put(i.operands[0], t, f"M.argument({n}, {TYPES[t]})", mask)
         if space not in ("global", "shared"):
             raise Fault(f"not known: {i.name}")
-        pointer = "b64" if space == "global" else "b32"
+        memory, pointer = ("memory", "b64") if space == "global" else ("shared", "b32")
         if i.parts[0] == "ld":
             registers, address = elements(i.operands[0]), self._address(i.operands[1], pointer)
-            lines = [f"x = M.load_{space}({address}, {SIZES[t]}, {len(registers)}, {mask}, {i.line})"]
+            lines = [f"x = M.{memory}.load({address}, {SIZES[t]}, {len(registers)}, {mask}, {i.line})"]
             for n, register in enumerate(registers):
                 extend = f"x[{n}].view({TYPES[t]})" if t[0] == "s" else f"x[{n}]"
                 lines += self._put(register, t if t[0] == "s" else unsigned, extend, mask)
             return lines
         values = ", ".join(self.value(x, unsigned) for x in elements(i.operands[1]))
-        return [f"M.store_{space}({self._address(i.operands[0], pointer)}, {SIZES[t]}, [{values}], {mask}, {i.line})"]
+        address = self._address(i.operands[0], pointer)
+        return [f"M.{memory}.store({address}, {SIZES[t]}, [{values}], {mask}, {i.line})"]
 
     def _arrival(self, i: Instruction, mask: str | None) -> list[str]:
         """Copies by descriptor, and barriers for them."""
@@ -208,11 +217,11 @@ class Translator:
             return [f"M.copy_box({to}, {self.value(tensor, 'b64')}, [{at}], {barrier}, {mask}, {i.line})"]
         barrier = self._address(i.operands[i.parts[1] == "arrive"], "b32")
         if i.name == f"mbarrier.init{ends}":
-            return [f"M.make_arrival({barrier}, {int(i.operands[1], 0)}, {mask}, {i.line})"]
+            return [f"M.boxes.init(M.shared, {barrier}, {int(i.operands[1], 0)}, {mask}, {i.line})"]
         if i.name == f"mbarrier.inval{ends}":
-            return [f"M.end_arrival({barrier}, {mask}, {i.line})"]
+            return [f"M.boxes.invalidate(M.shared, {barrier}, {mask}, {i.line})"]
         if i.name == f"mbarrier.arrive.expect_tx{ends}" and i.operands[0] == "_":
-            return [f"M.expect_bytes({barrier}, {int(i.operands[2], 0)}, {mask}, {i.line})"]
+            return [f"M.boxes.expect(M.shared, {barrier}, {int(i.operands[2], 0)}, {mask}, {i.line})"]
         raise Fault(f"not known: {i.name} {i.operands}")
 
     def _collective(self, i: Instruction) -> list[str]:
@@ -223,8 +232,8 @@ class Translator:
             (at, registers) = (i.operands[1], ops[0]) if i.parts[0] == "ldmatrix" else (i.operands[0], ops[1])
             at, transposed = self._address(at, "b32"), "trans" in i.parts
             if i.parts[0] == "stmatrix":
-                return [f"M.store_matrices({at}, {array(registers, 'b32')}, {transposed}, {i.line})"]
-            lines = [f"x = M.load_matrices({at}, {len(registers)}, {transposed}, {i.line})"]
+                return [f"X.store_matrices(M.shared, {at}, {array(registers, 'b32')}, {transposed}, {i.line})"]
+            lines = [f"x = X.load_matrices(M.shared, {at}, {len(registers)}, {transposed}, {i.line})"]
             return lines + [y for n, x in enumerate(registers) for y in self._put(x, "b32", f"x[{n}]", None)]
         if i.parts[0] == "mma":
             a, b, c = (array(x, t) for x, t in zip(ops[1:], ("b32", "b32", "f32")))
@@ -234,21 +243,21 @@ class Translator:
             return self._put(i.operands[0].split("|")[1], "pred", "laneid == 0", None)
         if name == "mbarrier.try_wait.parity.shared::cta.b64":
             address, parity = self._address(i.operands[1], "b32"), self.value(i.operands[2], "b32")
-            return self._put(i.operands[0], "pred", f"M.wait_arrival({address}, {parity}, {i.line})", None)
+            return self._put(i.operands[0], "pred", f"M.boxes.wait(M.shared, {address}, {parity}, {i.line})", None)
         if name.startswith("wgmma.mma_async"):
             return self._wgmma(i, ops, array)
         simple = {
-            "bar.sync": "M.barrier({0}, {line})",
+            "bar.sync": "M.shared.barrier()",
             "bar.warp.sync": "pass",
-            "cp.async.commit_group": "M.commit_copies()",
-            "cp.async.wait_group": "M.wait_copies({0}, {line})",
-            "fence.proxy.async.shared::cta": "M.fence_proxy()",
-            "fence.proxy.async": "M.fence_proxy()",
-            "wgmma.fence.sync.aligned": "M.fence_registers()",
-            "cp.async.bulk.commit_group": "M.commit_sums()",
-            "cp.async.bulk.wait_group.read": "M.wait_for_sums({0}, {line})",
-            "wgmma.commit_group.sync.aligned": "M.commit_products()",
-            "wgmma.wait_group.sync.aligned": "M.wait_products({0}, {line})",
+            "cp.async.commit_group": "M.shared.commit()",
+            "cp.async.wait_group": "M.shared.wait({0}, {line})",
+            "fence.proxy.async.shared::cta": "M.shared.fence()",
+            "fence.proxy.async": "M.shared.fence()",
+            "wgmma.fence.sync.aligned": "M.products.fence()",
+            "cp.async.bulk.commit_group": "M.boxes.commit_sums()",
+            "cp.async.bulk.wait_group.read": "M.boxes.wait_for_sums(M.shared, M.memory, {0}, {line})",
+            "wgmma.commit_group.sync.aligned": "M.products.commit()",
+            "wgmma.wait_group.sync.aligned": "M.products.wait(M.shared, {0}, {line})",
         }.get(name)
         if simple is None or (name == "bar.sync" and i.operands != ("0",)):
             raise Fault(f"not known: {name} {i.operands}")
@@ -268,4 +277,6 @@ class Translator:
         n, names = int(re.search(r"n(\d+)k16", i.parts[4]).group(1)), tuple(self.variable(x) for x in ops[0])
         sources = tuple(self.variable(x) for x in ops[1]) if from_registers else ()
         b, add = self.value(i.operands[2], "b64"), self.value(i.operands[3], "pred")
-        return [f"M.start_product({n}, '{i.parts[-1]}', {names}, {sources}, {a}, {b}, {add}, {flags}, {i.line})"]
+        return [
+            f"M.products.start(M.shared, {n}, '{i.parts[-1]}', {names}, {sources}, {a}, {b}, {add}, {flags}, {i.line})"
+        ]

@@ -8,16 +8,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from support.ranks import run_distributed
-
-pytest.importorskip("transformers")
-
 from megatron_tree.files import NotWritten
 from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.generation.scheduler import Scheduler
 from megatron_tree.serving.batch import BatchOptions, BatchResult, run_batch
 from support.hf_models import tiny_model
 from support.plain_runner import PlainRunner, character_tokenizer
+from support.ranks import run_distributed
 
 LINES = [
     {"prompt": "the quick brown fox"},

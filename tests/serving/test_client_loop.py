@@ -4,19 +4,12 @@ import json
 import time
 from typing import Literal
 
-import pytest
-
-pytest.importorskip("openai")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-pytest.importorskip("transformers")
-
-import openai
 import pydantic
+import pytest
 import torch
 
 from megatron_tree.serving.http.tools import ToolText
-from support.http_server import NAME, byte_model, byte_tokenizer, serving
+from support.http_server import ASK, NAME, bad_request, byte_model, byte_tokenizer, serving
 
 TEMPLATE = (
     "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
@@ -26,7 +19,6 @@ TEMPLATE = (
     "{% if thinking %}(thinking){% endif %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 TOKENIZER = byte_tokenizer(TEMPLATE)
-ASK = [{"role": "user", "content": "why?"}]
 WEATHER = {
     "type": "object",
     "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
@@ -47,26 +39,12 @@ def server():
 
 @pytest.fixture(scope="module")
 def chat(server):
-    def create(messages=ASK, **options):
-        options = {"max_tokens": 5, "temperature": 0} | options
-        return server.client().chat.completions.create(model=NAME, messages=messages, **options)
-
-    return create
+    return server.chat
 
 
 @pytest.fixture(scope="module")
 def complete(server):
-    def create(**options):
-        options = {"prompt": "go", "max_tokens": 8, "temperature": 0} | options
-        return server.client().completions.create(model=NAME, **options)
-
-    return create
-
-
-def _bad(create, words, **options):
-    with pytest.raises(openai.BadRequestError, match=words) as error:
-        create(**options)
-    return error.value
+    return server.complete
 
 
 def test_answers_are_sent_back_as_they_came(chat):
@@ -101,18 +79,18 @@ def test_tools_go_through_the_template(chat):
     ]
     text = "<user>why?\n<assistant>weather(Rome)\n<tool>rain\n<assistant>"
     assert chat(messages).usage.prompt_tokens == len(text)
-    _bad(chat, "names must differ", tools=[TOOLS[0], TOOLS[0]])
-    _bad(chat, "no tool 'x', only 'weather', 'time'", tools=TOOLS, tool_choice={
+    bad_request(chat, "names must differ", tools=[TOOLS[0], TOOLS[0]])
+    bad_request(chat, "no tool 'x', only 'weather', 'time'", tools=TOOLS, tool_choice={
         "type": "function", "function": {"name": "x"}})  # fmt: skip
-    _bad(chat, "tool_choice: needs tools", tool_choice="required")
-    _bad(chat, "set tool_choice to 'none'", tools=TOOLS, response_format={"type": "json_object"})
+    bad_request(chat, "tool_choice: needs tools", tool_choice="required")
+    bad_request(chat, "set tool_choice to 'none'", tools=TOOLS, response_format={"type": "json_object"})
 
 
 def test_a_template_without_tools_says_so():
     with serving(byte_model(), byte_tokenizer()) as server:
         create = server.client().chat.completions.create
-        _bad(create, "the model's chat template takes no tools", model=NAME, messages=ASK, tools=TOOLS)
-        _bad(create, "reasoning_effort: the model's", model=NAME, messages=ASK, reasoning_effort="low")
+        bad_request(create, "the model's chat template takes no tools", model=NAME, messages=ASK, tools=TOOLS)
+        bad_request(create, "reasoning_effort: the model's", model=NAME, messages=ASK, reasoning_effort="low")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -258,7 +236,7 @@ def _form(schema):
 )
 def test_forms_that_are_refused(complete, options, words):
     pytest.importorskip("llguidance")
-    assert _bad(complete, words, extra_body=options).code == "invalid_value"
+    assert bad_request(complete, words, extra_body=options).code == "invalid_value"
 
 
 def test_calls_in_long_texts_are_found_in_time_in_proportion():
@@ -283,8 +261,8 @@ def test_bias(complete):
     other = complete(logit_bias={str(first): -100}, logprobs=2).choices[0]
     assert other.text[0] != free.text[0] and free.text[0] not in other.text
     assert other.logprobs.top_logprobs[0] == free.logprobs.top_logprobs[0], "log-probabilities are the model's own"
-    _bad(complete, "logit_bias=.*0 to 256", logit_bias={"300": 1})
-    assert _bad(complete, "less than or equal to 100", logit_bias={"3": 101}).param == "logit_bias"
+    bad_request(complete, "logit_bias=.*0 to 256", logit_bias={"300": 1})
+    assert bad_request(complete, "less than or equal to 100", logit_bias={"3": 101}).param == "logit_bias"
 
 
 @pytest.mark.parametrize("max_tokens", [0, 3])
@@ -323,7 +301,7 @@ def test_echo_with_logprobs_of_the_prompt_as_lm_eval_reads_them(server, complete
 def test_echo_without_logprobs(complete):
     answer = complete(echo=True).choices[0]
     assert answer.text == "go" + complete().choices[0].text and answer.logprobs is None
-    _bad(complete, "0 is for echo only", max_tokens=0)
+    bad_request(complete, "0 is for echo only", max_tokens=0)
 
 
 def test_options_as_others_take_them(complete):
@@ -343,4 +321,4 @@ def test_options_for_the_template(chat):
     think = {"chat_template_kwargs": {"thinking": True}}
     assert chat(extra_body=think).usage.prompt_tokens == plain + len("(thinking)")
     for name in ("tokenize", "chat_template", "tools", "messages"):
-        _bad(chat, f"can't set {name}", extra_body={"chat_template_kwargs": {name: "x"}})
+        bad_request(chat, f"can't set {name}", extra_body={"chat_template_kwargs": {name: "x"}})

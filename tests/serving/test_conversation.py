@@ -7,17 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.limits import files_of_at_most
-from support.ranks import largest, run_distributed
-
-pytest.importorskip("transformers")
-
+from megatron_tree.comm import Ranks
+from megatron_tree.comm.wire import share
 from megatron_tree.generation.conversation import Conversation
 from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.serving.chat import Chat, Lines, Transcript, follow, open_input
 from support.hf_models import prompt, tiny_model
 from support.http_server import byte_model, byte_tokenizer
+from support.limits import files_of_at_most
 from support.plain_runner import PlainRunner
+from support.ranks import largest, on_ranks, run_distributed
 
 GREEDY = SamplingParams(max_tokens=6)
 
@@ -39,7 +38,9 @@ def _length(runner):
     return row.length
 
 
-def _turns(rank, world, family):
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@on_ranks(2)
+def test_only_new_tokens_are_prefilled(rank, family):
     from megatron_tree.integrations.transformers.attention import TreeCache
     from megatron_tree.integrations.transformers.infer.runner import Runner
 
@@ -64,14 +65,9 @@ def _turns(rank, world, family):
     assert _length(runner) == len(conversation.held) == len(first) + 2
     assert conversation.held == first + want[:2]
     assert (cut.tokens, cut.finish_reason) == (want[:3], "cancelled")
-    return [(a.new_tokens, a.finish_reason, len(a.step_s)) for a in found]
-
-
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_only_new_tokens_are_prefilled(family):
-    for figures in run_distributed(_turns, 2, family):
-        # the last token of an answer is not in the cache yet; a window that has moved on begins anew
-        assert figures == [(45, "length", 5), (31, "length", 5), (50 if family == "mistral" else 30, "length", 5)]
+    # the last token of an answer is not in the cache yet; a window that has moved on begins anew
+    figures = [(a.new_tokens, a.finish_reason, len(a.step_s)) for a in found]
+    assert figures == [(45, "length", 5), (31, "length", 5), (50 if family == "mistral" else 30, "length", 5)], figures
 
 
 def test_an_answer_keeps_its_tokens_until_reset():
@@ -103,8 +99,6 @@ def test_templates_that_end_answers_or_change_earlier_turns():
 
 
 def _chat(rank, world, path):
-    from megatron_tree.comm import Ranks
-    from megatron_tree.comm.wire import share
     from megatron_tree.integrations.transformers.attention import TreeCache
     from megatron_tree.integrations.transformers.infer.runner import Runner
 

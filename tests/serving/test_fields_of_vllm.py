@@ -1,20 +1,14 @@
 """Fields that clients of vLLM send: where answers end, what of it they show, messages that go on, priorities."""
 
+import functools
+
 import pytest
-
-pytest.importorskip("openai")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-pytest.importorskip("transformers")
-
-import openai
 
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.infer.runner import Runner
-from support.http_server import NAME, byte_model, byte_tokenizer, serving
+from support.http_server import ASK, NAME, bad_request, byte_model, byte_tokenizer, serving
 
 TOKENIZER = byte_tokenizer()
-ASK = [{"role": "user", "content": "why?"}]
 END = TOKENIZER.eos_token_id
 LETTERS = {str(token): -100 for token in range(257) if not TOKENIZER.decode([token]).isascii()}
 TO_END = LETTERS | {str(END): 100}
@@ -28,26 +22,12 @@ def server():
 
 @pytest.fixture(scope="module")
 def chat(server):
-    def create(messages=ASK, **options):
-        options = {"max_tokens": 5, "temperature": 0, "logit_bias": LETTERS} | options
-        return server.client().chat.completions.create(model=NAME, messages=messages, **options)
-
-    return create
+    return functools.partial(server.chat, logit_bias=LETTERS)
 
 
 @pytest.fixture(scope="module")
 def complete(server):
-    def create(**options):
-        options = {"prompt": "go", "max_tokens": 8, "temperature": 0, "logit_bias": LETTERS} | options
-        return server.client().completions.create(model=NAME, **options)
-
-    return create
-
-
-def _bad(create, words, **options):
-    with pytest.raises(openai.BadRequestError, match=words) as error:
-        create(**options)
-    return error.value
+    return functools.partial(server.complete, logit_bias=LETTERS)
 
 
 def _same(create, text_of, **options):
@@ -74,9 +54,9 @@ def test_least_tokens(server, complete):
     again = free.index(stop, first + 2)
     for least, end in ((0, first), (first + 1, first), (first + 2, again)):  # a stop text ends with a later token
         assert complete(max_tokens=20, stop=stop, extra_body={"min_tokens": least}).choices[0].text == free[:end]
-    _bad(complete, "min_tokens=9 must be at most max_tokens=8", extra_body={"min_tokens": 9})
+    bad_request(complete, "min_tokens=9 must be at most max_tokens=8", extra_body={"min_tokens": 9})
     form = {"min_tokens": 2, "response_format": {"type": "json_object"}}
-    _bad(complete, "min_tokens: an answer with a JSON schema", extra_body=form)
+    bad_request(complete, "min_tokens: an answer with a JSON schema", extra_body=form)
     assert server.client().responses.create(
         model=NAME, input="a", max_output_tokens=20, temperature=0,
         extra_body={"logit_bias": TO_END, "min_tokens": 4},
@@ -116,13 +96,13 @@ def test_a_message_that_the_model_continues(server, chat, complete):
     want = complete(prompt="<user>why?\n", max_tokens=5).choices[0].text
     assert chat(ASK, extra_body={"add_generation_prompt": False}).choices[0].message.content == want
     both = {"continue_final_message": True, "add_generation_prompt": True}
-    assert _bad(chat, "set add_generation_prompt to false", messages=begun, extra_body=both).param
+    assert bad_request(chat, "set add_generation_prompt to false", messages=begun, extra_body=both).param
     answer = server.client().responses.create(
         model=NAME, input=begun, max_output_tokens=5, temperature=0, extra_body={"continue_final_message": True}
     )
     assert answer.usage.input_tokens == 31
     own = {"chat_template_kwargs": {"continue_final_message": True}}
-    _bad(chat, "can't set continue_final_message", messages=begun, extra_body=own)
+    bad_request(chat, "can't set continue_final_message", messages=begun, extra_body=own)
 
 
 def test_priority_is_refused_where_it_would_matter(server, chat, complete):
@@ -134,7 +114,8 @@ def test_priority_is_refused_where_it_would_matter(server, chat, complete):
     ):
         assert create(**options, extra_body={"priority": 0})
         assert (
-            _bad(create, "in the order in which they come", extra_body={"priority": 1}, **options).param == "priority"
+            bad_request(create, "in the order in which they come", extra_body={"priority": 1}, **options).param
+            == "priority"
         )
 
 
@@ -164,4 +145,4 @@ def test_what_the_cache_holds_is_shared_by_key_and_salt():
             for again in (False, True):
                 whole, chat, answer = cached(key, **more)
                 assert (whole > 0, chat > 0) == (again, again) and answer.cached_tokens > 0, (key, more, again)
-        _bad(lambda **more: cached(0, **more), "cache_salt: must have at least 1 character", cache_salt="")
+        bad_request(lambda **more: cached(0, **more), "cache_salt: must have at least 1 character", cache_salt="")

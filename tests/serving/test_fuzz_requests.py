@@ -9,10 +9,7 @@ import socket
 
 import pytest
 
-pytest.importorskip("fastapi")
 pytest.importorskip("h11")
-pytest.importorskip("transformers")
-pytest.importorskip("uvicorn")
 
 import h11
 

@@ -5,20 +5,19 @@ import io
 import json
 import os
 import shutil
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("deepspeed")
-pytest.importorskip("transformers")
 
 import transformers
 from megatron_tree import launching
 from megatron_tree.serving import command
 from megatron_tree.serving.arguments import build_parser, check_arguments
-from support.hf_models import CONFIGS
+from support.hf_models import family_config
+from support.processes import free_port
 from support.ranks import run_distributed
 
 REPO = Path(__file__).parents[2]
@@ -36,7 +35,7 @@ def folder(tmp_path_factory):
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
     fast.save_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]())
+    model = transformers.AutoModelForCausalLM.from_config(family_config("llama"))
     model.save_pretrained(folder)
     (folder / "text").write_text(TEXT)
     return folder
@@ -90,9 +89,7 @@ def outcomes(folder, tmp_path_factory):
     shutil.copytree(folder, place / "other")
     transformers.CLIPConfig().save_pretrained(place / "other")
     wrong = ["--model", place / "other", *_about(folder)[2:]]
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        env = {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+    env = {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return run_distributed(
         _runs, 2, batch, long, split, draft, check, wrong, env=env, fresh=True, timeout=200
     ), place / "out.jsonl"

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytest.importorskip("transformers")
 pytest.importorskip("llguidance")
 
 from megatron_tree import comm

@@ -12,10 +12,6 @@ import types
 import psutil
 import pytest
 
-pytest.importorskip("fastapi")
-pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
-pytest.importorskip("transformers")
 pytest.importorskip("PIL", reason="Pillow reads images")
 
 import transformers

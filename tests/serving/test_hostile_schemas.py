@@ -15,10 +15,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytest.importorskip("openai")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-pytest.importorskip("transformers")
 pytest.importorskip("llguidance")
 
 from megatron_tree.generation.grammar_process import MEMORY_BYTES

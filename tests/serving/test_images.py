@@ -5,7 +5,6 @@ import concurrent.futures
 import contextlib
 import io
 import json
-import socket
 import subprocess
 import threading
 from pathlib import Path
@@ -13,10 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("fastapi")
-pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
-pytest.importorskip("transformers")
 pytest.importorskip("PIL", reason="Pillow reads images")
 
 import openai
@@ -31,6 +26,7 @@ from megatron_tree.serving.http import link, prompts
 from megatron_tree.serving.images import ImageFile, ImagePrompts, from_data_url
 from support.http_server import serving, until
 from support.llava import llava_runner, save_llava
+from support.processes import free_port
 from support.ranks import run_distributed
 
 PART = {"type": "text", "text": "what?"}
@@ -210,9 +206,7 @@ def test_generate_answers_about_files_of_images(folder, tmp_path, weights):
     files = [str(tmp_path / "a.png"), str(tmp_path / "b.png")]
     for name, color in zip(files, ("red", "blue")):
         Path(name).write_bytes(_file(color))
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        env = {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+    env = {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     said, _ = run_distributed(_generated, 2, folder, files, weights, env=env, fresh=True)
     assert "check: all" in said and "tokens are equal" in said, said
 

@@ -3,9 +3,6 @@
 import random
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 import torch.distributed as dist
 

@@ -3,9 +3,6 @@
 import dataclasses
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 
 from megatron_tree.cache import RowBook
@@ -14,34 +11,17 @@ from megatron_tree.generation.requests import Request
 from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.generation.scheduler import Scheduler
 from megatron_tree.integrations.transformers.attention import TreeCache
-from megatron_tree.integrations.transformers.infer.runner import Runner
 from support.hf_models import plain, prompt, tiny_model
+from support.hf_served import CountingRunner
 from support.scheduling import serve, tokens_of
 
 BLOCK = 4
 TEXT = prompt(1, 90)[0].tolist()
 
 
-class Counting(Runner):
-    """Counts the tokens of prompts that are run."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.num_run, self.together = 0, []
-
-    def prefill(self, row, tokens, **options):
-        self.num_run += len(tokens)
-        return super().prefill(row, tokens, **options)
-
-    def prefill_rows(self, rows, prompts):
-        self.num_run += sum(map(len, prompts))
-        self.together.append(list(map(len, prompts)))
-        return super().prefill_rows(rows, prompts)
-
-
 def _scheduler(model, *, keep_bytes=1 << 30, max_rows=16, capacity=None, **options):
     cache = TreeCache(model.config, cp_group=None, page_size=BLOCK, **options)
-    runner = Counting(model, cache, chunk_size=32, capacity_tokens=capacity)
+    runner = CountingRunner(model, cache, chunk_size=32, capacity_tokens=capacity)
     return Scheduler(runner, max_rows=max_rows, max_waiting=64, keep_bytes=keep_bytes, heartbeat_s=0.1), runner
 
 
@@ -66,7 +46,7 @@ def _ask(scheduler, request):
 def test_prompts_of_which_lengths_run_together():
     model = tiny_model("llama", positions=1024)
     model.set_attn_implementation("tree")
-    runner = Counting(model, TreeCache(model.config, page_size=BLOCK), chunk_size=512)
+    runner = CountingRunner(model, TreeCache(model.config, page_size=BLOCK), chunk_size=512)
     scheduler = Scheduler(runner, max_rows=8, max_waiting=8, heartbeat_s=0.1)
     for n in (20, 200, 300, 250, 30):
         scheduler.submit(Request(prompt=[3] * n, sampling=SamplingParams(max_tokens=300)), lambda event: None)

@@ -1,17 +1,12 @@
 """/v1/responses as OpenAI's client reads it: the chat's answers in another form."""
 
+import functools
 import json
 from typing import Literal
 
-import pytest
-
-pytest.importorskip("openai")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-pytest.importorskip("transformers")
-
 import openai
 import pydantic
+import pytest
 from openai.types.responses import Response
 
 from support.http_server import NAME, byte_model, byte_tokenizer, post, serving
@@ -43,10 +38,7 @@ def respond(server):
 
 @pytest.fixture(scope="module")
 def chat(server):
-    def create(messages, **options):
-        return server.client().chat.completions.create(messages=messages, **GREEDY | {"max_tokens": 8} | options)
-
-    return create
+    return functools.partial(server.chat, max_tokens=8)
 
 
 def test_the_same_answer_as_a_chat(respond, chat):

@@ -8,13 +8,8 @@ import urllib.error
 import urllib.request
 from multiprocessing.connection import Connection
 
-import pytest
-
-pytest.importorskip("transformers")
-pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
-
 import openai
+import pytest
 import torch
 
 import transformers

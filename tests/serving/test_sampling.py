@@ -6,15 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_distributed
-
-pytest.importorskip("transformers")
-
 from megatron_tree.comm import Ranks
 from megatron_tree.comm.wire import PACKET, share, share_all, share_check
 from megatron_tree.errors import TreeError
 from megatron_tree.generation.sampler import Sampler, choose_tokens
 from megatron_tree.generation.sampling import SamplingParams, derived_seed
+from support.ranks import on_ranks
 
 LOGITS = torch.tensor([0.3, -1.2, 2.0, 1.9, -math.inf, 0.31, 1.1, -3.0, 0.0, 1.05, -0.4, 0.7])
 
@@ -139,7 +136,12 @@ def test_tokens_depend_on_the_seed_and_the_sample_alone():
     assert len({derived_seed(s, i) for s in range(20) for i in range(20)}) == 400
 
 
-def _shared(rank, world):
+def _raise(error):
+    raise error
+
+
+@on_ranks(2)
+def test_values_and_errors_of_rank_0_are_those_of_all_ranks(rank):
     ranks = Ranks.of(dist.group.WORLD)
     values = [None, {"steps": []}, "x" * (PACKET - 10), "x" * (PACKET - 9), list(range(5000)), "ü€👍"]
     for value in values:
@@ -152,12 +154,3 @@ def _shared(rank, world):
             share_check(lambda error=error: _raise(error), ranks)
     with pytest.raises(TreeError if rank else ZeroDivisionError):
         share_check(lambda: 1 // 0, ranks)
-    return "all values"
-
-
-def _raise(error):
-    raise error
-
-
-def test_values_and_errors_of_rank_0_are_those_of_all_ranks():
-    assert run_distributed(_shared, 2) == ["all values"] * 2

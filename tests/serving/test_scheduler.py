@@ -6,10 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_distributed
-
-pytest.importorskip("transformers")
-
 from megatron_tree.errors import TreeError
 from megatron_tree.generation.requests import Request
 from megatron_tree.generation.sampling import SamplingParams
@@ -18,6 +14,7 @@ from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.infer.runner import Runner
 from support.hf_models import plain, prompt, tiny_model, tree_model
 from support.plain_runner import PlainRunner, character_tokenizer
+from support.ranks import run_distributed
 from support.scheduling import make_scheduler, request, serve, tokens_of
 
 LENGTHS = (3, 21, 8, 1, 30, 9)

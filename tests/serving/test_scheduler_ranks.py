@@ -5,12 +5,9 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from support.ranks import run_distributed
-
-pytest.importorskip("transformers")
-
 from megatron_tree.errors import TreeError
 from support.hf_models import plain, prompt, tiny_model
+from support.ranks import run_distributed
 from support.scheduling import make_scheduler, request, tokens_of
 
 

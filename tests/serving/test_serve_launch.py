@@ -12,9 +12,6 @@ import urllib.request
 import pytest
 
 pytest.importorskip("deepspeed")
-pytest.importorskip("transformers")
-pytest.importorskip("openai")
-pytest.importorskip("uvicorn")
 
 import openai
 

@@ -4,14 +4,8 @@ import concurrent.futures
 import json
 import urllib.request
 
-import pytest
-
-pytest.importorskip("openai")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-pytest.importorskip("transformers")
-
 import openai
+import pytest
 
 from megatron_tree.serving.http import frontend
 from support.http_server import END, NAME, byte_model, byte_tokenizer, is_idle, raw, serving, until

@@ -11,11 +11,6 @@ import urllib.request
 
 import pytest
 
-pytest.importorskip("openai")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-pytest.importorskip("transformers")
-
 from megatron_tree import comm
 from megatron_tree.generation.grammars import Grammars
 from megatron_tree.serving.http import errors, frontend

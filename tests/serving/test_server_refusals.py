@@ -4,14 +4,8 @@ import concurrent.futures
 import json
 import time
 
-import pytest
-
-pytest.importorskip("openai")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-pytest.importorskip("transformers")
-
 import openai
+import pytest
 
 from megatron_tree.launching import parse_with_config
 from megatron_tree.serving.http import errors

@@ -5,8 +5,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytest.importorskip("transformers")
-
 from megatron_tree.generation import batcher
 from megatron_tree.generation.conversation import Conversation
 from megatron_tree.generation.requests import Request

@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 
 pytest.importorskip("deepspeed")
-pytest.importorskip("transformers")
-pytest.importorskip("uvicorn")
 
+from megatron_tree import launching
+from megatron_tree.serving import command
 from support.http_server import byte_model, byte_tokenizer
 from support.ranks import run_distributed
 
@@ -37,9 +37,7 @@ def _commands(rank, world, cases):
 
     cases: [(command, options, more of them on the last rank alone, a function of `models` that raises there)].
     """
-    from megatron_tree import launching
     from megatron_tree.integrations.transformers import models
-    from megatron_tree.serving import command
 
     def fail(*_, **__):
         raise RuntimeError("the disk is gone")

@@ -2,10 +2,6 @@
 
 import random
 
-import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

@@ -1,14 +1,10 @@
 """Decoders that strip, characters of several tokens, several end tokens: texts, bytes and offsets are those of prompt
 and answer together."""
 
+import functools
 import json
 
 import pytest
-
-pytest.importorskip("openai")
-pytest.importorskip("fastapi")
-pytest.importorskip("uvicorn")
-pytest.importorskip("transformers")
 
 from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.generation.scheduler import Scheduler
@@ -33,11 +29,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def complete(server):
-    def create(**options):
-        options = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0} | options
-        return server.client().completions.create(model=NAME, **options)
-
-    return create
+    return functools.partial(server.complete, prompt=PROMPT, max_tokens=4)
 
 
 def _text_and_logprobs(stream):

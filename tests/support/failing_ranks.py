@@ -9,7 +9,6 @@ import json
 import os
 import resource
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from megatron_tree import TreeConfig, kernels, tree_attn_func, tree_decode, tree_prefill
 from megatron_tree.comm.rendezvous import start_default_group
 from megatron_tree.layout import Segment
+from support.processes import free_port
 from support.ranks import WORKER_ENV, environment, fork_server, seed_everything
 
 LIMIT = 2.0  # seconds, of every collective
@@ -51,11 +51,8 @@ def run_to_the_end(fn, world, *args, victims=(), timeout=150.0, limit=30.0):
 
     limit: seconds, of the default group's collectives.
     """
-    with tempfile.TemporaryDirectory(prefix="failing-") as folder, socket.socket() as free_port:
-        free_port.bind(("127.0.0.1", 0))
-        port = free_port.getsockname()[1]
-        free_port.close()
-        context = fork_server()
+    with tempfile.TemporaryDirectory(prefix="failing-") as folder:
+        port, context = free_port(), fork_server()
         with environment({**WORKER_ENV, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
             processes = [
                 context.Process(

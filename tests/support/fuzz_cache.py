@@ -6,12 +6,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 
-from megatron_tree import TreeConfig, energy, tree_decode, tree_prefill
+from megatron_tree import TreeConfig, energy, tree_decode
 from megatron_tree.cache import CACHE_DTYPES, ShardedCache, quantize
 from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
 from megatron_tree.plan import grids
 from support.attention import distances, make_slopes, slopes_of
-from support.decoding import same_everywhere
+from support.decoding import prefill_chunk, same_everywhere
 from support.fuzz import EPSILON, TIMEOUT_S, check_close, magnitude, randn, told
 
 HEADS = st.sampled_from([(1, 1), (3, 3), (4, 2), (6, 1), (8, 4)])
@@ -266,9 +266,7 @@ def run_life(rank, world, life):
     window = None if life.left < 0 else life.left + 1
     cache = ShardedCache([window], rank=rank, world=world, page_size=life.page_size)
     model, ids = _Model(life), []
-    options = dict(
-        life.options, cp_group=dist.group.WORLD, config=TreeConfig(timeout_s=TIMEOUT_S, transport=life.transport)
-    )
+    options = dict(life.options, config=TreeConfig(timeout_s=TIMEOUT_S, transport=life.transport))
     for action, *arguments in life.actions:
         if not ids:
             ids.append(cache.book.add())
@@ -303,18 +301,10 @@ def run_life(rank, world, life):
 
 
 def _prefill(cache, model, ids, row, n, grid, options):
-    q, k, v = model.more(row, n)
-    append = cache.append([ids[row]], n, sharded=True)
-    first, rank = append.first[0], cache.book.rank
-    mine = [p - first for start, count in append.shares[rank] for p in range(start, start + count)]
-    cache.write(0, append, *(x[:, torch.tensor(mine or [0])] for x in (k, v)))
-    view, pages = cache.view(0, [ids[row]], "cpu"), cache.layers[0]
-    keys, values = pages.row(view.block_table, 0, int(view.lengths[0]), q.dtype)
-    grid = (choices := grids(cache.book.world))[grid % len(choices)]
-    segments = cache.key_segments(append, 0, of_all_ranks=grid[1] > 1, by_position=model.life.slopes)
-    mine = torch.tensor(mine, dtype=torch.int64)
-    out = tree_prefill(q[:, mine], keys, values, shares=append.shares, key_segments=segments, grid=grid, **options)
-    _close(f"prefill on rank {rank}", model.life.dtype, (out, model.wanted(row, n)[:, mine]))
+    choices = grids(cache.book.world)
+    out, mine = prefill_chunk(cache, ids[row], *model.more(row, n), options, choices[grid % len(choices)])
+    wanted = model.wanted(row, n)[:, torch.tensor(mine, dtype=torch.int64)]
+    _close(f"prefill on rank {cache.book.rank}", model.life.dtype, (out, wanted))
 
 
 def _decode(cache, model, ids, rows, n, schedule, options):
@@ -324,9 +314,8 @@ def _decode(cache, model, ids, rows, n, schedule, options):
     cache.write(0, append, k, v)
     view, pages = cache.view(0, [ids[row] for row in rows], "cpu"), cache.layers[0]
     out = tree_decode(
-        q,
-        pages.k,
-        pages.v,
+        *(q, pages.k, pages.v),
+        cp_group=dist.group.WORLD,
         block_table=view.block_table,
         cache_seqlens=view.lengths,
         q_positions=torch.tensor(append.first)[:, None] + torch.arange(n),

@@ -27,77 +27,43 @@ LATENT = {  # the ratios of DeepSeek V3
     "moe_intermediate_size": 32,
 }
 SWITCH = 24  # longrope and dynamic NTK: longer rows have other rotary embeddings
+OF_SWITCH = {"original_max_position_embeddings": SWITCH}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.3]} | OF_SWITCH
+LONGROPE |= {"long_factor": [2.0, 4.0, 8.0, 16.0]}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0}
+TIED = {"tie_word_embeddings": True}
 WINDOWED = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
-CONFIGS = {
-    "llama": lambda: transformers.LlamaConfig(**SHAPE),
-    "mistral": lambda: transformers.MistralConfig(**SHAPE, sliding_window=5),
-    "qwen2": lambda: transformers.Qwen2Config(**SHAPE, use_sliding_window=True, max_window_layers=1, **WINDOWED),
-    "gemma2": lambda: transformers.Gemma2Config(
-        **SHAPE, attn_logit_softcapping=2.0, final_logit_softcapping=3.0, query_pre_attn_scalar=8, **WINDOWED
+CONFIGS = {  # family -> (its architecture, what its configuration has besides)
+    "llama": ("llama", {}),
+    "mistral": ("mistral", {"sliding_window": 5}),
+    "qwen2": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "head_dim": 8} | WINDOWED),
+    "gemma2": (
+        "gemma2",
+        {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8} | WINDOWED,
     ),
-    "gpt_oss": lambda: transformers.GptOssConfig(**SHAPE, num_local_experts=2, num_experts_per_tok=1, **WINDOWED),
-    "deepseek_v3": lambda: transformers.DeepseekV3Config(
-        **{name: value for name, value in SHAPE.items() if name not in ("head_dim", "num_key_value_heads")},
-        num_key_value_heads=4,
-        q_lora_rank=16,
-        kv_lora_rank=12,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=8,
-        v_head_dim=6,
-        first_k_dense_replace=3,
-        n_routed_experts=4,
-        n_group=1,
-        topk_group=1,
-        num_experts_per_tok=2,
-    ),
-    "qwen3": lambda: transformers.Qwen3Config(**SHAPE),
-    "gemma3": lambda: transformers.Gemma3TextConfig(**SHAPE, query_pre_attn_scalar=8, **WINDOWED),
-    "phi3": lambda: transformers.Phi3Config(
-        **{name: value for name, value in SHAPE.items() if name != "head_dim"}, sliding_window=9
-    ),
-    "phi3_longrope": lambda: transformers.Phi3Config(
-        **{name: value for name, value in SHAPE.items() if name != "head_dim"},
-        original_max_position_embeddings=SWITCH,
-        rope_parameters={
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "short_factor": [1.0, 1.1, 1.2, 1.3],
-            "long_factor": [2.0, 4.0, 8.0, 16.0],
-            "original_max_position_embeddings": SWITCH,
-        },
-    ),
-    "llama_dynamic": lambda: transformers.LlamaConfig(
-        **SHAPE | {"max_position_embeddings": SWITCH},
-        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0},
-    ),
-    "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=VOCAB,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=64,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    ),
-    "falcon_h1": lambda: tiny_config("falcon_h1"),
-    # of interest for how their weights are split
-    "smollm2": lambda: transformers.LlamaConfig(  # heads that no even number divides
-        **SHAPE | {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72}, tie_word_embeddings=True
-    ),
-    "mixtral": lambda: transformers.MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
-    "qwen2_moe": lambda: transformers.Qwen2MoeConfig(
-        **SHAPE,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=40,
-    ),
-    "deepseek_v3_experts": lambda: transformers.DeepseekV3Config(**LATENT, q_lora_rank=96, n_group=2, topk_group=1),
-    "deepseek_v2": lambda: transformers.DeepseekV2Config(**LATENT, q_lora_rank=None, n_group=1, topk_group=1),
-    "olmo2": lambda: transformers.Olmo2Config(**{name: value for name, value in SHAPE.items() if name != "head_dim"}),
+    "gpt_oss": ("gpt_oss", {"num_experts": 2, "num_experts_per_tok": 1} | WINDOWED),
+    "deepseek_v3": ("deepseek_v3", {"first_k_dense_replace": 3, "moe_intermediate_size": 2048}),
+    "qwen3": ("qwen3", {}),
+    "gemma3": ("gemma3_text", {"query_pre_attn_scalar": 8} | WINDOWED),
+    "phi3": ("phi3", {"sliding_window": 9}),
+    "phi3_longrope": ("phi3", {"sliding_window": None, "rope_parameters": LONGROPE} | OF_SWITCH),
+    "llama_dynamic": ("llama", {"max_position_embeddings": SWITCH, "rope_parameters": DYNAMIC}),
+    "gpt2": ("gpt2", {"num_hidden_layers": 2, "max_position_embeddings": 64, "n_inner": None}),
+    "falcon_h1": ("falcon_h1", {"max_position_embeddings": 128}),
+    # of interest for how their weights are split; smollm2: heads that no even number divides
+    "smollm2": ("llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72} | TIED),
+    "mixtral": ("mixtral", {}),
+    "qwen2_moe": ("qwen2_moe", {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 40, "head_dim": 8}),
+    "deepseek_v3_experts": ("deepseek_v3", LATENT | {"q_lora_rank": 96, "n_group": 2, "topk_group": 1}),
+    "deepseek_v2": ("deepseek_v2", LATENT | {"q_lora_rank": None}),
+    "olmo2": ("olmo2", {}),
 }
+
+
+def family_config(family):
+    name, changes = CONFIGS[family]
+    return tiny_config(name, **{"max_position_embeddings": 256} | changes)
 
 
 def mistral_large4():
@@ -107,13 +73,7 @@ def mistral_large4():
     text |= {"hidden_size": 64, "n_group": 1, "topk_group": 1, "index_topk": 6, "index_n_heads": 12}
     text |= {"index_head_dim": 8, "num_hidden_layers": 4, "mlp_layer_types": ["dense", "sparse", "dense", "dense"]}
     config = transformers.MistralLarge4Config(text_config=text)
-    sizes = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "intermediate_size": 16,
-        "num_attention_heads": 2,
-        "head_dim": 8,
-    }
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16, "num_attention_heads": 2}
     for name, size in {**sizes, "head_dim": 8}.items():
         setattr(config.vision_config, name, size)
     model = transformers.MistralLarge4ForConditionalGeneration(config).eval()
@@ -127,7 +87,7 @@ def mistral_large4():
 def tiny_model(family, seed=1, positions=None):
     """A random model, the same on every rank, with weights large enough that attention matters."""
     torch.manual_seed(seed)
-    config = CONFIGS[family]()
+    config = family_config(family)
     if positions is not None:
         config.max_position_embeddings = positions
     model = AutoModelForCausalLM.from_config(config).eval()

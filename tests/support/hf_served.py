@@ -2,11 +2,13 @@
 
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_tree import comm
 from megatron_tree.attention.decode import DecodeStep
+from megatron_tree.cache import CACHE_DTYPES
 from megatron_tree.cache.files import model_fingerprint
 from megatron_tree.integrations import transformers as tree_hf
 from megatron_tree.integrations.transformers.infer.split_model import split_model
@@ -14,6 +16,7 @@ from megatron_tree.integrations.transformers.infer.weight_layout import ROUTERS,
 from support.bound import bound
 from support.hf_architectures import assert_logits
 from support.hf_models import hf_generate, left_padded, plain, prompt
+from support.hf_training import averaged_gradients, gradients
 
 NEW = 6
 OF_IMAGES = ("model.vision_tower.", "model.multi_modal_projector.")
@@ -102,6 +105,49 @@ def check_rows(model, folder, page_size=2):
     check(logits[1, 0], 2, 14, "loaded")
 
 
+def check_eight_bits(model, dtype, limit):
+    """A cache in 8 bits, whose index keys are not: near to the plain model, and the same on any number of ranks."""
+    ids, found = prompt(2, 37), []
+    want = plain(model, ids, 1)[1]
+    model.set_attn_implementation("tree")
+    for group in (None, dist.group.WORLD):
+        cache = tree_hf.TreeCache(model.config, cp_group=group, page_size=2, dtype=dtype)
+        result = tree_hf.generate(model, ids, cache=cache, max_new_tokens=3, chunk_size=8, keep_logits=True)
+        found.append(torch.stack(result.logits, 1))
+        assert cache.store.layers[0].k.dtype == CACHE_DTYPES[dtype]
+        assert cache.store.layers[0].index_k.dtype == torch.float32
+    assert_logits(found[1], found[0], "ranks")
+    assert float((found[0][:, :1] - want).abs().max() / want.abs().max()) < limit
+
+
+@torch.no_grad()
+def check_no_cache(model, refused):
+    """Evaluation without a cache, and what is said of padding there."""
+    ids = prompt(2, 21)
+    want = model(ids, use_cache=False).logits
+    model.set_attn_implementation("tree")
+    assert_logits(model(ids, use_cache=False).logits, want, "no cache")
+    with pytest.raises(ValueError, match=refused):
+        model(ids, attention_mask=torch.arange(21).expand(2, -1) > 2, use_cache=False)
+
+
+class CountingRunner(tree_hf.Runner):
+    """Counts the tokens of prompts that are run, and notes the lengths of those that run together."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.num_run, self.together = 0, []
+
+    def prefill(self, row, tokens, **options):
+        self.num_run += len(tokens)
+        return super().prefill(row, tokens, **options)
+
+    def prefill_rows(self, rows, prompts):
+        self.num_run += sum(map(len, prompts))
+        self.together.append(list(map(len, prompts)))
+        return super().prefill_rows(rows, prompts)
+
+
 def traffic_of_a_step(model, ids, cache):
     """(Bytes that this rank sends in a step after a prompt and a step, keys that each layer selects on all ranks.)"""
     model.set_attn_implementation("tree")
@@ -125,23 +171,20 @@ def traffic_of_a_step(model, ids, cache):
 def check_trained(make, **more):
     """Loss and gradients of a sequence that the ranks share. make() -> the model, the same each time, in evaluation
     mode, since dropout would differ. more: of the batch."""
-    world = dist.get_world_size()
     batch = {"input_ids": prompt(2, 21), "labels": prompt(2, 21)} | more
     model = make()
     want = model(**batch, use_cache=False).loss
     want.backward()
-    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    grads = gradients(model)
     model = make()
     tree_hf.train_on_shards(model)
     got = model(**tree_hf.shard_batch(batch, cp_group=dist.group.WORLD)).loss
     got.backward()
     assert abs(float(got - want)) < 2e-5 * float(want)
     largest = max(float(g.abs().max()) for g in grads.values())
-    for n, p in model.named_parameters():
-        if n in grads:
-            grad = torch.zeros_like(p) if p.grad is None else p.grad  # an expert that no token of this shard chose
-            dist.all_reduce(grad)
-            assert float((grad / world - grads[n]).abs().max()) <= 1e-4 * largest, n
+    found = averaged_gradients(model)
+    for n, grad in grads.items():
+        assert float((found[n] - grad).abs().max()) <= 1e-4 * largest, n
 
 
 def check_sharded(model):

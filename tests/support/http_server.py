@@ -7,6 +7,7 @@ import threading
 import time
 
 import openai
+import pytest
 import torch
 
 import transformers
@@ -21,6 +22,7 @@ from support.plain_runner import PlainRunner
 
 NAME = "tiny"
 END = "<end>"
+ASK = [{"role": "user", "content": "why?"}]
 COMPLETION = {"model": NAME, "prompt": "a", "max_tokens": 2, "temperature": 0}
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "temperature": 0}
 TEMPLATE = (
@@ -112,6 +114,14 @@ class Server:
             base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, "timeout": 60} | options
         )
 
+    def chat(self, messages=ASK, **options):
+        options = {"max_tokens": 5, "temperature": 0} | options
+        return self.client().chat.completions.create(model=NAME, messages=messages, **options)
+
+    def complete(self, **options):
+        options = {"prompt": "go", "max_tokens": 8, "temperature": 0} | options
+        return self.client().completions.create(model=NAME, **options)
+
     def wait(self, seconds=100):
         """Until `serve` has returned."""
         self._thread.join(seconds)
@@ -138,6 +148,13 @@ def until(condition, seconds=60):
     while not condition():
         assert time.monotonic() < end, "it did not come to that"
         time.sleep(0.01)
+
+
+def bad_request(create, words, **options):
+    """The error of a request with these options, whose message matches `words`."""
+    with pytest.raises(openai.BadRequestError, match=words) as error:
+        create(**options)
+    return error.value
 
 
 def is_idle(server):

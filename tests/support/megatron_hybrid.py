@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from megatron_tree.integrations import megatron as tree
 from megatron_tree.integrations.megatron import compat
 from support.megatron_models import SEQ_LENGTH, VOCAB, forward_backward, set_weights, transformer_config
-from support.megatron_release import GDN, gated_delta_net_in_torch
+from support.megatron_release import GDN, gated_delta_net_block, gated_delta_net_in_torch
 
 SIZES = {"mamba_num_heads": 8, "mamba_head_dim": 8, "mamba_state_dim": 4, "mamba_num_groups": 4}
 
@@ -125,59 +125,31 @@ def stack_spec():
     )
 
 
-def build_mamba(case, pattern):
-    """The MambaModel of this rank, with the weights of `set_weights`."""
+def _model(case, pattern):
+    """The MambaModel or GPTModel of this rank."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.models.mamba import MambaModel
 
-    config, spec = transformer_config(case, num_layers=len(pattern), **{**SIZES, **dict(case.extra)}), stack_spec()
+    is_gated = "G" in pattern
+    sizes = GDN if is_gated else SIZES
+    config = transformer_config(case, num_layers=len(pattern), **{**sizes, **dict(case.extra)})
+    spec = gated_delta_net_block(pattern) if is_gated else stack_spec()
     if config.sequence_parallel:
         spec = tree.use_sequence_parallel_norm(spec)
     if case.is_tree and not case.install:
         spec = tree.use_tree_attention(spec, tree_config=case.tree_config)
-    return MambaModel(
-        config=config,
-        mamba_stack_spec=spec,
-        vocab_size=VOCAB,
-        max_sequence_length=SEQ_LENGTH,
-        hybrid_override_pattern=pattern,
-        position_embedding_type=case.positions,
-    )
-
-
-def build_gated_delta_nets(case, pattern):
-    """The GPTModel of this rank, of Megatron's own modules."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-    layers = {letter: get_gpt_layer_local_spec(normalization="RMSNorm") for letter in "G*"}
-    parts = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear)
-    layers["G"].submodules.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=parts)
-    spec = TransformerBlockSubmodules(layer_specs=[layers[x] for x in pattern], layer_norm=WrappedTorchNorm)
-    config = transformer_config(case, num_layers=len(pattern), **{**GDN, **dict(case.extra)})
-    if config.sequence_parallel:
-        spec = tree.use_sequence_parallel_norm(spec)
-    if case.is_tree and not case.install:
-        spec = tree.use_tree_attention(spec, tree_config=case.tree_config)
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=VOCAB,
-        max_sequence_length=SEQ_LENGTH,
-        position_embedding_type=case.positions,
-        share_embeddings_and_output_weights=False,
-    )
+    options = dict(config=config, vocab_size=VOCAB, max_sequence_length=SEQ_LENGTH)
+    options["position_embedding_type"] = case.positions
+    if is_gated:
+        return GPTModel(transformer_layer_spec=spec, share_embeddings_and_output_weights=False, **options)
+    return MambaModel(mamba_stack_spec=spec, hybrid_override_pattern=pattern, **options)
 
 
 def build_hybrid(case, pattern):
     """The model of this pattern, with the weights of `set_weights`."""
     from megatron.core.transformer.module import Float16Module
 
-    model = (build_gated_delta_nets if "G" in pattern else build_mamba)(case, pattern)
+    model = _model(case, pattern)
     cores = [module for name, module in model.named_modules() if name.endswith(".core_attention")]
     assert len(cores) == pattern.count("*")
     assert all(isinstance(core, tree.TreeDotProductAttention) == case.is_tree for core in cores)

@@ -69,14 +69,15 @@ def layer_spec(kind, by_spec):
     from megatron.core.transformer.spec_utils import import_module
 
     if kind == "gdn":
-        return gated_delta_net_spec(by_spec)
+        block = gated_delta_net_block("G*")
+        return tree.use_tree_attention(block) if by_spec else block
     if by_spec:  # what pretrain_gpt.py does with --spec, in every release
         return import_module(["megatron_tree.integrations.megatron", "get_gpt_layer_tree_spec"])
     return get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=kind == "mla")
 
 
-def gated_delta_net_spec(by_spec):
-    """A gated delta net, then a layer of attention, of Megatron's own modules."""
+def gated_delta_net_block(pattern):
+    """Layers of Megatron's own modules and the last norm: G a gated delta net and an MLP, * attention and an MLP."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -84,11 +85,10 @@ def gated_delta_net_spec(by_spec):
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    attention, recurrent = (get_gpt_layer_local_spec(normalization="RMSNorm") for _ in range(2))
+    layers = {letter: get_gpt_layer_local_spec(normalization="RMSNorm") for letter in "G*"}
     parts = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear)
-    recurrent.submodules.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=parts)
-    block = TransformerBlockSubmodules(layer_specs=[recurrent, attention], layer_norm=WrappedTorchNorm)
-    return tree.use_tree_attention(block) if by_spec else block
+    layers["G"].submodules.self_attention = ModuleSpec(module=GatedDeltaNet, submodules=parts)
+    return TransformerBlockSubmodules(layer_specs=[layers[x] for x in pattern], layer_norm=WrappedTorchNorm)
 
 
 def recurrent_kinds(way):

@@ -1,5 +1,6 @@
-"""Whether processes have ended, and how much memory this one has."""
+"""Whether processes have ended, how much memory this one has, and a port for new ones."""
 
+import socket
 import time
 from pathlib import Path
 
@@ -26,3 +27,10 @@ def own_bytes():
     CPU its own, are off by megabytes where a process has run on many CPUs."""
     with open("/proc/self/smaps_rollup") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("Anonymous:")) * 1024
+
+
+def free_port():
+    """A TCP port of 127.0.0.1 that nobody has, now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]

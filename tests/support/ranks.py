@@ -10,6 +10,10 @@
     def test_sum():
         assert run_distributed(_ranks_add_up, 4, 2.0)[3].tolist() == [12.0] * 4
 
+    @on_ranks(4)                                     # or the ranks assert by themselves
+    def test_sum_on_every_rank(rank):
+        ...
+
 Workers are forked from a server that has torch imported, and are kept for the rest of the session, so a call costs
 milliseconds. Every call gets a process group of its own. A pool in which a rank failed is thrown away.
 """
@@ -18,7 +22,10 @@ import atexit
 import contextlib
 import datetime
 import faulthandler
+import functools
 import gc
+import importlib
+import inspect
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -153,6 +160,36 @@ def run_distributed(fn, world_size, *args, timeout=120.0, env=None, fresh=False)
     else:
         _pools[world_size] = pool
     return results
+
+
+def on_ranks(world_size=None, **options):
+    """A test that runs on ranks, whose assertions are made there. It is given its parameters and fixtures, and `rank`
+    and `world` if it asks for them.
+
+    world_size: number of ranks; None: the test's parameter `world`. options: of `run_distributed`.
+    """
+
+    def decorate(fn):
+        places = ("rank",) if world_size is None else ("rank", "world")
+        parameters = inspect.signature(fn).parameters
+        names = [name for name in parameters if name not in places]
+
+        @functools.wraps(fn)
+        def test(**arguments):
+            world = world_size or arguments.pop("world")
+            run_distributed(_run_test, world, fn.__module__, fn.__name__, arguments, **options)
+
+        del test.__wrapped__  # else pytest would ask for a fixture `rank`
+        test.__signature__ = inspect.Signature([parameters[name] for name in names])
+        test.of_rank = fn
+        return test
+
+    return decorate
+
+
+def _run_test(rank, world, module, name, arguments):
+    fn, places = getattr(importlib.import_module(module), name).of_rank, {"rank": rank, "world": world}
+    fn(**arguments, **{name: x for name, x in places.items() if name in inspect.signature(fn).parameters})
 
 
 @contextlib.contextmanager

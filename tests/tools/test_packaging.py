@@ -4,7 +4,6 @@ import importlib.metadata
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import zipfile
@@ -16,6 +15,7 @@ from packaging.utils import canonicalize_name
 
 from megatron_tree.__main__ import COMMANDS
 from support.pins import pinned, requirements
+from support.processes import free_port
 
 REPO = Path(__file__).resolve().parents[2]
 COMMAND_SCRIPTS = [path for path in sorted((REPO / "launch").glob("*.sh")) if path.name != "env.sh"]
@@ -66,10 +66,8 @@ def test_the_wheel_runs_readmes_example_and_every_command(tmp_path):
     (block,) = re.findall(r"```python\n(# example.py.*?)```", readme, flags=re.DOTALL)
     (promised,) = re.findall("`(rank 0: out .*)`", readme)
     (place / "example.py").write_text(block)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = str(listener.getsockname()[1])
     env = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    env |= {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    env |= {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=place, env=env, capture_output=True, text=True, timeout=200
     )

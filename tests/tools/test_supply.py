@@ -5,7 +5,6 @@ import os
 import pickle
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from support.processes import free_port
 
 psutil = pytest.importorskip("psutil")
 
@@ -79,6 +80,7 @@ def test_weights_are_safetensors(tmp_path):
 RANK = """
 import os, torch.distributed as dist, psutil
 from megatron_tree.comm.rendezvous import start_default_group
+
 start_default_group("gloo", timeout_s=60)
 dist.barrier()
 print(sorted({c.laddr for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"}), flush=True)
@@ -88,7 +90,7 @@ os._exit(0)
 
 
 def _listening_ranks(master):
-    port = _free_port()
+    port = free_port()
     env = os.environ | {"MASTER_ADDR": master, "MASTER_PORT": str(port), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo",
                         "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{REPO}:{os.environ.get('PYTHONPATH', '')}"}  # fmt: skip
     ranks = [
@@ -98,12 +100,6 @@ def _listening_ranks(master):
     ]  # fmt: skip
     told = [rank.communicate(timeout=500)[0] for rank in ranks]
     return port, [re.findall(r"ip='([^']+)', port=(\d+)", text) for text in told]
-
-
-def _free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 @pytest.mark.parametrize("master", ["127.0.0.1", "localhost"])
@@ -163,7 +159,7 @@ def test_what_the_commands_listen_on(tmp_path, name):
         "generate": [*common, "--prompt-file", tmp_path / "text", "--question", "who?", "--max-new-tokens", 4],
         "serve": [*common, "--port", 0],
     }[name]  # fmt: skip
-    port = _free_port()
+    port = free_port()
     command = ["bash", REPO / "launch" / "deepspeed_local.sh", "-n", 2, "--port", port]
     command += [name, *arguments]
     env = os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1", "STOP_SECONDS": "40"}

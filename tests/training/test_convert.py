@@ -6,7 +6,6 @@ import shutil
 import pytest
 import torch
 
-pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
 from megatron.core.transformer.enums import AttnBackend

@@ -3,9 +3,6 @@
 import json
 
 import pytest
-
-pytest.importorskip("megatron.core")
-
 import torch
 from torch.distributed import checkpoint
 

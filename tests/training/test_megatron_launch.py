@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("megatron.core")
 pytest.importorskip("deepspeed")
 pytest.importorskip("psutil")
 pytest.importorskip("matplotlib")

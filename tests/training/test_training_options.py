@@ -2,8 +2,6 @@
 
 import pytest
 
-pytest.importorskip("megatron.core")
-
 from megatron_tree.training.arguments import MODEL_FILE, check_arguments, parse_arguments, write_model
 
 

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("megatron.core")
-
 from megatron_tree.training import loop
 from megatron_tree.training.arguments import parse_arguments
 from megatron_tree.training.data import EOD, PackedText, load_text, microbatch_indices

@@ -10,7 +10,6 @@ import time
 
 import pytest
 
-pytest.importorskip("megatron.core")
 pytest.importorskip("matplotlib")
 
 from megatron_tree.training.checkpoint import MANIFEST, TRACKER, checkpoint_folder, fault_of

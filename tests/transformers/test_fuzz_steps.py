@@ -14,14 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_distributed
-
-pytest.importorskip("transformers")
-
 from megatron_tree import CommError, TreeConfig
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.infer.runner import Runner
 from support.hf_models import prompt, tiny_model
+from support.ranks import run_distributed
 
 SEED = int(os.environ.get("TREE_FUZZ_SEED", "0"))
 SESSIONS = int(os.environ.get("TREE_FUZZ_SESSIONS", "20"))  # of the slow tests, for each transport and number of ranks

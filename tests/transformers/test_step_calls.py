@@ -9,8 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytest.importorskip("transformers")
-
 import megatron_tree
 from megatron_tree.comm import Ranks
 from megatron_tree.integrations.transformers.attention import TreeCache
@@ -18,7 +16,7 @@ from megatron_tree.integrations.transformers.infer.runner import Runner
 from megatron_tree.integrations.transformers.infer.split_model import split_model
 from megatron_tree.integrations.transformers.infer.weight_layout import plan_layout
 from support.hf_models import SHAPE
-from support.ranks import run_distributed
+from support.ranks import on_ranks
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 PACKAGE = os.path.dirname(megatron_tree.__file__)
@@ -80,10 +78,6 @@ def _model_alone(layers):
     return lambda: model(input_ids=TOKEN, past_key_values=cache)
 
 
-def _on_ranks(rank, world, weights):
-    return _of_layer_and_step(lambda layers: _runner(layers, dist.group.WORLD, weights))
-
-
 @pytest.mark.parametrize(("make_step", "of_layer", "of_step"), [(_runner, 26, 173), (_model_alone, 30, 172)])
 def test_one_rank(make_step, of_layer, of_step):
     found = _of_layer_and_step(make_step)
@@ -91,6 +85,7 @@ def test_one_rank(make_step, of_layer, of_step):
 
 
 @pytest.mark.parametrize(("weights", "of_layer", "of_step"), [("replicated", 46, 165), ("sharded", 68, 212)])
+@on_ranks(2)
 def test_two_ranks(weights, of_layer, of_step):
-    for found in run_distributed(_on_ranks, 2, weights):
-        assert found[0] <= of_layer and found[1] <= of_step, found
+    found = _of_layer_and_step(lambda layers: _runner(layers, dist.group.WORLD, weights))
+    assert found[0] <= of_layer and found[1] <= of_step, found

@@ -6,12 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_distributed
-
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree import prefix_tree
+from support.ranks import run_distributed
 from support.rounding import assert_near
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 

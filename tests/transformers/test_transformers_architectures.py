@@ -4,42 +4,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_distributed
-
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers as tree_hf
 import transformers
 from megatron_tree.integrations.transformers.infer.weight_layout import plan_layout
 from support.hf_architectures import SERVED, WHOLE, assert_logits, random_model, tiny_config
 from support.hf_models import hf_generate, plain, prompt, tree_model
 from support.hf_served import check_sharded, check_trained
+from support.ranks import on_ranks
+from support_matrix import supported
 from transformers import AutoModelForCausalLM
 
 NEW = 6
 REPAIRED = ("afmoe", "hrm_text", "phimoe", "roberta", "llama")  # and one that was never wrong; the others are slow
 OF_OTHER_FORM = ("olmo2", "gpt2", "gpt_neox")  # of weights; each stands for some models
 OWN_CODE = (
-    "big_bird",
-    "bloom",
-    "codegen",
-    "cpmant",
-    "falcon",
-    "gpt_neo",
-    "gpt_neox_japanese",
-    "gptj",
-    "megatron-bert",
-    "mpt",
-    "openai-gpt",
-    "reformer",
-    "rembert",
-    "roformer",
-    "rwkv",
-    "trocr",
-    "xglm",
-    "xlm",
-    "xlnet",
-)
+    "big_bird", "bloom", "codegen", "cpmant", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "megatron-bert", "mpt",
+    "openai-gpt", "reformer", "rembert", "roformer", "rwkv", "trocr", "xglm", "xlm", "xlnet",
+)  # fmt: skip
 OTHER_LAYERS = {"gemma3n": "dummy"}
 OTHER_REASONS = {
     "bart": "decoder-only",
@@ -63,7 +44,9 @@ OTHER_REASONS = {
 }
 
 
-def _generation(rank, world, name):
+@pytest.mark.parametrize("name", supported(SERVED, "generate and model.generate; 2 ranks", REPAIRED))
+@on_ranks(2)
+def test_generation(name):
     model, ids = random_model(name), prompt(2, 21)
     want = plain(model, ids, NEW)
     model.set_attn_implementation("tree")
@@ -77,36 +60,20 @@ def _generation(rank, world, name):
         assert torch.equal(tokens, want[0]), what
 
 
-def _training(rank, world, name):
+@pytest.mark.parametrize("name", supported(SERVED, "training on shards; 2 ranks", REPAIRED))
+@on_ranks(2)
+def test_training(name):
     check_trained(lambda: random_model(name))
 
 
-def _sharded(rank, world, name):
-    check_sharded(random_model(name))
-
-
-def _cases(with_, without=(), fast=REPAIRED):
-    def marks(name):
-        found = [pytest.mark.supports(f"`{name}`", with_=with_)]
-        return found if name in fast else [*found, pytest.mark.slow]
-
-    return [pytest.param(name, marks=marks(name), id=name) for name in SERVED if name not in without]
-
-
-@pytest.mark.parametrize("name", _cases("generate and model.generate; 2 ranks"))
-def test_generation(name):
-    run_distributed(_generation, 2, name)
-
-
-@pytest.mark.parametrize("name", _cases("training on shards; 2 ranks"))
-def test_training(name):
-    run_distributed(_training, 2, name)
-
-
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", _cases("weights over all ranks; 2 and 4 ranks", WHOLE, OF_OTHER_FORM))
-def test_weights_over_all_ranks(name, world):
-    run_distributed(_sharded, world, name, timeout=200.0)
+@pytest.mark.parametrize(
+    "name",
+    supported((x for x in SERVED if x not in WHOLE), "weights over all ranks; 2 and 4 ranks", OF_OTHER_FORM),
+)
+@on_ranks(timeout=200.0)
+def test_weights_over_all_ranks(world, name):
+    check_sharded(random_model(name))
 
 
 @pytest.mark.parametrize(

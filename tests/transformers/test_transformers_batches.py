@@ -4,13 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.hf_models import prompt, tiny_model
-from support.ranks import run_distributed
-from support.rounding import assert_near
-
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers as tree_hf
+from support.hf_models import prompt, tiny_model
+from support.hf_training import averaged_gradients
+from support.ranks import on_ranks
+from support.rounding import assert_near
 
 TOKENS = 24
 SUMS = 2 * TOKENS * 10  # over the tokens of a gradient, after some ten operations of a layer that round as well
@@ -35,7 +33,9 @@ def _batches():
     }  # fmt: skip
 
 
-def _same(rank, world):
+@on_ranks(2)
+def test_gaps_in_positions_and_rows_of_padding():
+    """With a mask, larger positions are of the same document, as in Transformers."""
     for name, batch in _batches().items():
         plain, model = tiny_model("llama").train(), tiny_model("llama").train()
         tree_hf.train_on_shards(model)
@@ -47,11 +47,5 @@ def _same(rank, world):
         want = plain(**batch, use_cache=False).loss
         want.backward()
         assert loss.item() == pytest.approx(want.item(), rel=1e-6), name
-        for (of, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-            dist.all_reduce(p.grad)
-            assert_near(p.grad / world, q.grad, SUMS, f"{name}: {of}")
-
-
-def test_gaps_in_positions_and_rows_of_padding():
-    """With a mask, larger positions are of the same document, as in Transformers."""
-    run_distributed(_same, 2)
+        for (of, grad), p in zip(averaged_gradients(model).items(), plain.parameters(), strict=True):
+            assert_near(grad, p.grad, SUMS, f"{name}: {of}")

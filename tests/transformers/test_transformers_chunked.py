@@ -4,18 +4,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_distributed
-
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers as tree_hf
-import transformers
 from megatron_tree import tree_attn_func
 from megatron_tree.comm import record
 from megatron_tree.layout import document_positions, documents_over, spread_documents
+from support.hf_architectures import tiny_config
 from support.hf_models import left_padded
 from support.hf_served import check_served
 from support.hf_training import check_trained_batches
+from support.ranks import on_ranks, run_distributed
 from transformers import AutoModelForCausalLM
 
 CHUNK = 7
@@ -23,23 +20,9 @@ CHUNK = 7
 
 def make():
     """Three chunked layers and one without positions, whose queries grow warmer from token 5 on."""
-    config = transformers.Llama4TextConfig(
-        vocab_size=131,
-        hidden_size=32,
-        intermediate_size=16,
-        intermediate_size_mlp=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_local_experts=2,
-        attention_chunk_size=CHUNK,
-        floor_scale=5,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=None,
-        max_position_embeddings=128,
-    )
+    experts = dict(intermediate_size=16, intermediate_size_mlp=48, num_local_experts=2, num_experts_per_tok=1)
+    layers = dict(num_hidden_layers=4, layer_types=None, attention_chunk_size=CHUNK, floor_scale=5)
+    config = tiny_config("llama4_text", **experts, **layers)
     assert config.layer_types.count("chunked_attention") == 3 and len(set(config.layer_types)) == 2
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -50,23 +33,17 @@ def make():
     return model
 
 
-def _served(rank, world):
-    check_served(make())
-
-
 @pytest.mark.supports("`llama4_text`", with_="left padding, ragged rows; 2 ranks")
+@on_ranks(2)
 def test_served():
-    run_distributed(_served, 2)
-
-
-def _trained(rank, world):
-    check_trained_batches(make)
+    check_served(make())
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.supports("`llama4_text`", with_="training on shards; 2 and 4 ranks; zigzag, packed, padded, recomputed")
+@on_ranks()
 def test_trained(world):
-    run_distributed(_trained, world)
+    check_trained_batches(make)
 
 
 @pytest.mark.refuses("`llama4_text` in training", when="it is set up: attention_dropout")

@@ -1,18 +1,14 @@
 """torch.compile around a model that trains on shards: the steps of one rank without it."""
 
 import pytest
+import torch._dynamo
 
+from megatron_tree.integrations import transformers as tree_hf
 from support.hf_models import prompt, tiny_model
 from support.ranks import run_distributed
 
-pytest.importorskip("transformers")
-
 
 def _compiled(rank, world, autocast):
-    import torch._dynamo
-
-    from megatron_tree.integrations import transformers as tree_hf
-
     mesh, model = torch.distributed.init_device_mesh("cpu", (world,)), tiny_model("llama")
     tree_hf.train_on_shards(model)
     model.train()

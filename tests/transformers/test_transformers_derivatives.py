@@ -4,13 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_distributed
-
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree import TreeConfig, shard_positions
 from support.hf_models import prompt, tiny_model
+from support.ranks import on_ranks
 
 TOKENS = 16
 
@@ -51,7 +48,9 @@ def _assert_equal(found, truth):
     )
 
 
-def _on_shards(rank, world, family):
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@on_ranks(2)
+def test_on_shards(rank, world, family):
     ids, rows = prompt(2, TOKENS), shard_positions(TOKENS, rank, world, "zigzag")
     plain, model = tiny_model(family).double().train(), tiny_model(family).double().train()
     plain.set_attn_implementation("eager")
@@ -64,9 +63,3 @@ def _on_shards(rank, world, family):
     direction = _randn(embeddings.shape, 7)
     want = _tangent(plain, {}, embeddings, direction)[:, rows]
     _assert_equal(_tangent(model, batch, embeddings[:, rows], direction[:, rows]), want)
-    return True
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_on_shards(family):
-    assert all(run_distributed(_on_shards, 2, family))

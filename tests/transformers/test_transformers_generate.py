@@ -4,14 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_distributed
-
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree.config import DECODE_SCHEDULES
 from megatron_tree.integrations.transformers.infer.generation import generate
 from support.hf_models import hf_generate, left_padded, plain, prompt, tiny_model
+from support.ranks import on_ranks, run_distributed
 
 NEW = 9
 
@@ -64,7 +61,11 @@ def test_tokens_and_logits_equal_the_plain_model(family, world):
         assert torch.equal(logits, results[0][1]), "ranks differ"
 
 
-def _left_padding(rank, world, family):
+@pytest.mark.parametrize(
+    ("family", "world"), [("llama", 1), ("llama", 2), pytest.param("gemma2", 4, marks=pytest.mark.slow)]
+)
+@on_ranks()
+def test_padding_with_generate_and_with_model_generate(world, family):
     model = tiny_model(family)
     if family == "gemma2":
         model.set_attn_implementation("eager")
@@ -85,14 +86,8 @@ def _left_padding(rank, world, family):
     _check(got, want)
 
 
-@pytest.mark.parametrize(
-    ("family", "world"), [("llama", 1), ("llama", 2), pytest.param("gemma2", 4, marks=pytest.mark.slow)]
-)
-def test_padding_with_generate_and_with_model_generate(family, world):
-    run_distributed(_left_padding, world, family)
-
-
-def _turns(rank, world):
+@on_ranks(3)
+def test_a_second_turn_continues_the_cache(world):
     model = tiny_model("llama")
     first, more = prompt(2, 19), prompt(2, 11, seed=3)
     answer, _ = plain(model, first, NEW)
@@ -110,11 +105,8 @@ def _turns(rank, world):
             _check(_generated(model, whole, cache)[0], want)
 
 
-def test_a_second_turn_continues_the_cache():
-    run_distributed(_turns, 3)
-
-
-def _schedules(rank, world):
+@on_ranks(3)
+def test_every_schedule_and_page_size(world):
     model = tiny_model("llama")
     ids = prompt(2, 29)
     want = plain(model, ids, NEW)
@@ -127,11 +119,8 @@ def _schedules(rank, world):
         _check(_generated(model, ids, cache, chunk_size=11)[0], want)
 
 
-def test_every_schedule_and_page_size():
-    run_distributed(_schedules, 3)
-
-
-def _beams(rank, world):
+@on_ranks(2)
+def test_beam_search(world):
     model = tiny_model("llama")
     ids, mask = left_padded(2, 17)
     options = {"attention_mask": mask, "max_new_tokens": 8, "num_beams": 3, "do_sample": False}
@@ -142,31 +131,25 @@ def _beams(rank, world):
     assert torch.equal(model.generate(ids, past_key_values=cache, **options), want)
 
 
-def test_beam_search():
-    run_distributed(_beams, 2)
-
-
-def _other_caches(rank, world):
-    """What is said of options with which `generate` runs the model beside the cache, and whether it ran before."""
-    model, ids, said = tiny_model("llama"), prompt(1, 9), []
+@on_ranks(2)
+def test_options_that_need_another_cache_are_refused(world):
+    """Options with which `generate` runs the model beside the cache, before it does."""
+    model, ids = tiny_model("llama"), prompt(1, 9)
     model.set_attn_implementation("tree")
-    for options in ({"guidance_scale": 1.5}, {"assistant_early_exit": 1}):
+    for options, message in (
+        ({"guidance_scale": 1.5}, "guidance_scale=1.5: generate would run the model over a second cache"),
+        ({"assistant_early_exit": 1}, "assistant_early_exit=1"),
+    ):
         cache = tree_hf.TreeCache(model.config, cp_group=_group(world))
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match=message):
             model.generate(ids, past_key_values=cache, max_new_tokens=2, do_sample=False, **options)
-        said.append((str(error.value), cache.get_seq_length()))
+        assert cache.get_seq_length() == 0
     cache = tree_hf.TreeCache(model.config, cp_group=_group(world))
     model.generate(ids, past_key_values=cache, max_new_tokens=2, do_sample=False, guidance_scale=1.0)
-    return said
 
 
-def test_options_that_need_another_cache_are_refused():
-    for guidance, early in run_distributed(_other_caches, 2):
-        assert "guidance_scale=1.5: generate would run the model over a second cache" in guidance[0]
-        assert "assistant_early_exit=1" in early[0] and guidance[1] == early[1] == 0
-
-
-def _crop_and_reset(rank, world):
+@on_ranks(2)
+def test_crop_reset_and_batch_operations(world):
     model = tiny_model("llama")
     ids = prompt(2, 21)
     want = plain(model, ids, NEW)
@@ -187,11 +170,8 @@ def _crop_and_reset(rank, world):
     assert torch.equal(got[0][0], got[0][1])
 
 
-def test_crop_reset_and_batch_operations():
-    run_distributed(_crop_and_reset, 2)
-
-
-def _end_tokens(rank, world):
+@on_ranks(2)
+def test_end_tokens(world):
     model = tiny_model("llama")
     ids = prompt(3, 13)
     free, _ = plain(model, ids, NEW)
@@ -214,10 +194,6 @@ def _end_tokens(rank, world):
     cache = tree_hf.TreeCache(model.config, cp_group=_group(world))
     logits = torch.stack(_generated(model, ids, cache, eos_token_id=end)[1].logits, 1)
     assert [int(row.isfinite().all(-1).sum()) for row in logits] == lengths
-
-
-def test_end_tokens():
-    run_distributed(_end_tokens, 2)
 
 
 def test_bf16_stays_close_to_fp32():

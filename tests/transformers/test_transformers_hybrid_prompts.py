@@ -6,14 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_distributed
-
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree.cache.files import model_fingerprint
 from support.hf_architectures import HYBRIDS, POOLED, assert_logits, random_model
 from support.hf_models import prompt
+from support.ranks import on_ranks, run_distributed
+from support_matrix import slow_but, supported
 
 PAGE, CHUNK = 2, 12
 KINDS = ("qwen3_next", "zaya")  # of every kind of function one is fast
@@ -89,12 +87,10 @@ def _prompts(rank, world, name, folder):
     check(crowded.step([row], texts[0][None, 40:41])[0, 0], 0, 41, "a step after it")
 
 
-def _marks(name):
-    supports = pytest.mark.supports(f"`{name}`", with_="prompts, of which each rank runs its own tokens; 4 ranks")
-    return [supports] if name in KINDS else [supports, pytest.mark.slow]
+OWN_TOKENS = "prompts, of which each rank runs its own tokens; 4 ranks"
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in (*HYBRIDS, *POOLED)])
+@pytest.mark.parametrize("name", supported((*HYBRIDS, *POOLED), OWN_TOKENS, KINDS))
 def test_a_rank_runs_its_own_tokens(name, tmp_path):
     run_distributed(_prompts, 4, name, tmp_path / "saved")
 
@@ -105,7 +101,8 @@ def test_on_one_and_two_ranks(name, world, tmp_path):
     run_distributed(_prompts, world, name, tmp_path / "saved")
 
 
-def _failures(rank, world):
+@on_ranks(2)
+def test_failures():
     """A layer that fails in the middle of a chunk leaves the row as it was before the chunk."""
     model, text = random_model("qwen3_next"), prompt(1, 24)[0]
     with torch.no_grad():
@@ -126,11 +123,8 @@ def _failures(rank, world):
         runner.prefill(runner.add(), text)
 
 
-def test_failures():
-    run_distributed(_failures, 2)
-
-
-def _trained(rank, world):
+@on_ranks(2)
+def test_between_steps_of_training():
     """A model that trains on shards is evaluated over a cache in between, before and after."""
     model, text = random_model("qwen3_next"), prompt(1, 24)[0]
     batch = tree_hf.shard_batch({"input_ids": text[None], "labels": text[None]}, cp_group=dist.group.WORLD)
@@ -142,10 +136,6 @@ def _trained(rank, world):
         assert_logits(runner.prefill(runner.add(), text), want[-1], f"{what} training")
         tree_hf.train_on_shards(model)
         model.train()(**batch).loss.backward()
-
-
-def test_between_steps_of_training():
-    run_distributed(_trained, 2)
 
 
 def _bf16(rank, world, name):
@@ -161,9 +151,7 @@ def _bf16(rank, world, name):
     return float((found - exact[39:]).abs().max() / (plain - exact).abs().max()), found
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS]
-)
+@pytest.mark.parametrize("name", slow_but(KINDS, HYBRIDS))
 def test_bf16(name):
     errors, logits = zip(*run_distributed(_bf16, 4, name))
     assert max(errors) <= 2

@@ -6,10 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_distributed
-
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree.bench.model import cache_shape
 from megatron_tree.cache.files import model_fingerprint
@@ -18,7 +14,9 @@ from megatron_tree.generation.speculation import Speculation
 from support.hf_architectures import HYBRIDS, assert_logits, random_model
 from support.hf_models import hf_generate, left_padded, plain, prompt
 from support.hf_served import begin_rows
+from support.ranks import on_ranks
 from support.scheduling import request, serve, tokens_of
+from support_matrix import slow_but, supported
 
 NEW = 5
 FAST = ("lfm2", "falcon_h1")  # a convolution beside attention layers, and both in one layer
@@ -29,7 +27,9 @@ def _cache(model, group, **options):
     return tree_hf.TreeCache(model.config, cp_group=group, page_size=2, **options)
 
 
-def _generation(rank, world, name):
+@pytest.mark.parametrize("name", supported(HYBRIDS, "generate and model.generate; 2 ranks", FAST))
+@on_ranks(2)
+def test_generation(name):
     """All ways to run a batch: in chunks that go on from a state, whole, rows of different lengths, and padded ones."""
     model, ids = random_model(name), prompt(2, 21)
     padded, mask = left_padded(2, 13)
@@ -56,17 +56,9 @@ def _generation(rank, world, name):
         assert_logits(found[1], logits, what)
 
 
-def _marks(name):
-    supports = pytest.mark.supports(f"`{name}`", with_="generate and model.generate; 2 ranks")
-    return [supports] if name in FAST else [supports, pytest.mark.slow]
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in HYBRIDS])
-def test_generation(name):
-    run_distributed(_generation, 2, name)
-
-
-def _rows(rank, world, name, folder):
+@pytest.mark.parametrize("name", slow_but(["qwen3_next"], HYBRIDS))
+@on_ranks(2)
+def test_rows(name, tmp_path):
     """Rows of a runner: prefilled together, run together, copied, saved, and as they were after a failure."""
     model = random_model(name)
     fingerprint = model_fingerprint(model)
@@ -95,9 +87,9 @@ def _rows(rank, world, name, folder):
     cache = runner.cache
     cache.rows = [rows[1], rows[2]]
     held = [texts[1], torch.cat((texts[2], texts[2][:2]))]
-    cache.save(folder, held, fingerprint=fingerprint)
+    cache.save(tmp_path / "saved", held, fingerprint=fingerprint)
     loaded = _cache(model, dist.group.WORLD)
-    assert all(map(torch.equal, loaded.load(folder, fingerprint=fingerprint), held))
+    assert all(map(torch.equal, loaded.load(tmp_path / "saved", fingerprint=fingerprint), held))
     again = tree_hf.Runner(model, loaded)
     logits = again.step(loaded.rows, torch.stack((texts[1][:1], texts[2][2:3])))
     check(logits[0, 0], 1, 9, "loaded")
@@ -107,14 +99,9 @@ def _rows(rank, world, name, folder):
         again.step(loaded.rows[:1], texts[1][1:2, None])
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "qwen3_next" else pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS]
-)
-def test_rows(name, tmp_path):
-    run_distributed(_rows, 2, name, tmp_path / "saved")
-
-
-def _batch(rank, world, name):
+@pytest.mark.parametrize("name", slow_but(["lfm2"], HYBRIDS))
+@on_ranks(2)
+def test_batches_of_transformers_own_generate(name):
     """Transformers' own generate: beams, a cache that is continued, and a run that fails in the middle."""
     model, ids = random_model(name), prompt(2, 9)
     want, beams = plain(model, ids, 2 * NEW), plain(model, ids, NEW, num_beams=3)
@@ -142,13 +129,6 @@ def _batch(rank, world, name):
         (ValueError, RuntimeError), match="a batch of 2 rows, not 1|Sizes of tensors"
     ):  # zaya joins first
         model(ids[:1], past_key_values=cache)
-
-
-@pytest.mark.parametrize(
-    "name", [name if name == "lfm2" else pytest.param(name, marks=pytest.mark.slow) for name in HYBRIDS]
-)
-def test_batches_of_transformers_own_generate(name):
-    run_distributed(_batch, 2, name)
 
 
 @pytest.mark.parametrize("name", NOT_CONTINUED)

@@ -5,15 +5,17 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-
-from support.ranks import run_distributed
-
-pytest.importorskip("transformers")
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from megatron_tree.integrations import transformers as tree_hf
 from megatron_tree.integrations.transformers.families.images import MODELS
 from support.hf_images import CONFIGS, batches, image_model, video_batch
 from support.hf_models import tiny_model
+from support.hf_training import averaged_gradients, gradients
+from support.ranks import on_ranks, run_distributed
+from support_matrix import slow_but, supported
 
 FAST = ("gemma3", "glm4v", "llama4", "llava_next", "mistral3", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "smolvlm")
 FP32 = {"qwen3_5": 1e-4, "qwen3_5_moe": 1e-4}  # their delta rule; other errors are those of the loss
@@ -29,12 +31,12 @@ def _alone(name, what):
         loss = model(**row, use_cache=False).loss * count / sum(counts)
         loss.backward()
         total += loss.item()
-    return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return total, gradients(model)
 
 
 def _check(model, name, what, *, frozen=(), **tiles):
     """Loss and gradients of a batch that the ranks share, and those of `frozen` parts are none."""
-    (want, grads), world = _alone(name, what), dist.get_world_size()
+    want, grads = _alone(name, what)
     tree_hf.train_on_shards(model, **tiles)
     batch = video_batch(name) if what == "video" else batches(name, model)[what][0]
     loss = model(**tree_hf.shard_batch(batch, cp_group=dist.group.WORLD)).loss
@@ -42,13 +44,12 @@ def _check(model, name, what, *, frozen=(), **tiles):
     assert sum(float(grad.norm()) for weight, grad in grads.items() if "vis" in weight) > 1e-3, "images do not matter"
     limit, largest = FP32.get(name, 1e-6), max(float(grad.abs().max()) for grad in grads.values())
     assert loss.item() == pytest.approx(want, rel=limit), what
+    found = averaged_gradients(model)
     for weight, parameter in model.named_parameters():
         if any(part in weight for part in frozen):
             assert parameter.grad is None, weight
-        elif weight in grads:  # no token of this shard may have chosen an expert
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            dist.all_reduce(grad)
-            error = (grad / world - grads[weight]).abs().max()
+        elif weight in grads:
+            error = (found[weight] - grads[weight]).abs().max()
             assert error <= limit * (grads[weight].abs().max() + 0.01 * largest), (what, weight, float(error))
 
 
@@ -57,19 +58,15 @@ def _trained(rank, world, name):
         _check(image_model(name), name, what)
 
 
-def _marks(name):
-    marks = [pytest.mark.supports(f"`{name}`", with_="images: training; 2 and 4 ranks; zigzag, padded, packed")]
-    return marks if name in FAST else [*marks, pytest.mark.slow]
+ALL_BATCHES = "images: training; 2 and 4 ranks; zigzag, padded, packed"
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=_marks(name)) for name in CONFIGS])
+@pytest.mark.parametrize("name", supported(CONFIGS, ALL_BATCHES, FAST))
 def test_training(name):
     run_distributed(_trained, 2, name)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "gemma3" else pytest.mark.slow) for name in CONFIGS]
-)
+@pytest.mark.parametrize("name", slow_but(["gemma3"], CONFIGS))
 def test_training_on_four_ranks(name):
     run_distributed(_trained, 4, name)
 
@@ -78,23 +75,19 @@ def test_every_model_is_tested():
     assert CONFIGS.keys() == MODELS.keys()
 
 
-def _videos(rank, world, name):
-    _check(image_model(name), name, "video")
-
-
-def _video_marks(name):
-    marks = [pytest.mark.supports(f"`{name}`", with_="images: training; also videos; 2 ranks")]
-    return marks if name in ("qwen2_5_vl", "qwen3_vl") else [*marks, pytest.mark.slow]
+OF_VIDEOS = [name for name in CONFIGS if MODELS[name].videos]
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=_video_marks(name)) for name in CONFIGS if MODELS[name].videos]
+    "name", supported(OF_VIDEOS, "images: training; also videos; 2 ranks", ("qwen2_5_vl", "qwen3_vl"))
 )
+@on_ranks(2)
 def test_videos(name):
-    run_distributed(_videos, 2, name)
+    _check(image_model(name), name, "video")
 
 
-def _options(rank, world):
+@on_ranks(2)
+def test_tiles_recomputed_layers_and_frozen_vision():
     """Tiles, layers that are recomputed, and a vision part that is frozen."""
     model = image_model("qwen3_vl")
     model.gradient_checkpointing_enable()
@@ -108,17 +101,14 @@ def _options(rank, world):
     assert len(features) == 1 and not features[0].requires_grad
 
 
-def test_tiles_recomputed_layers_and_frozen_vision():
-    run_distributed(_options, 2)
-
-
-def _wrapped(rank, world, kind):
+@pytest.mark.parametrize("kind", [
+    pytest.param("DDP", marks=pytest.mark.supports("`DistributedDataParallel`", with_="images: training; 2 ranks")),
+    pytest.param("FSDP2", marks=pytest.mark.supports("FSDP2 (`fully_shard`)", with_="images: training; 2 ranks")),
+])  # fmt: skip
+@on_ranks(2)
+def test_a_rank_runs_the_images_of_its_tokens_or_one(rank, world, kind):
     """One image at the beginning of the row, whose tokens rank 0 has: what the vision part runs on each rank, and the
     weights after two steps."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torch.distributed.tensor import DTensor
-    from torch.nn.parallel import DistributedDataParallel
-
     batch = batches("qwen3_vl", image_model("qwen3_vl"))["one row"][1][0]
     longer = {"input_ids": 60, "labels": -100, "mm_token_type_ids": 0}
     batch |= {key: torch.nn.functional.pad(batch[key], (0, 43), value=fill) for key, fill in longer.items()}
@@ -152,14 +142,6 @@ def _wrapped(rank, world, kind):
     for (name, got), truth in zip(model.named_parameters(), plain.parameters(), strict=True):
         whole = got.full_tensor() if isinstance(got, DTensor) else got
         assert (whole - truth).abs().max() < 1e-6, name
-
-
-@pytest.mark.parametrize("kind", [
-    pytest.param("DDP", marks=pytest.mark.supports("`DistributedDataParallel`", with_="images: training; 2 ranks")),
-    pytest.param("FSDP2", marks=pytest.mark.supports("FSDP2 (`fully_shard`)", with_="images: training; 2 ranks")),
-])  # fmt: skip
-def test_a_rank_runs_the_images_of_its_tokens_or_one(kind):
-    run_distributed(_wrapped, 2, kind)
 
 
 def _shard(model, batch):

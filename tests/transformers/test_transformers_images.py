@@ -4,11 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.bound import bound
-from support.ranks import run_distributed
-
-pytest.importorskip("transformers")
-
 from megatron_tree.generation.requests import Request
 from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.generation.scheduler import Scheduler
@@ -16,7 +11,10 @@ from megatron_tree.integrations import transformers as tree_hf
 from megatron_tree.integrations.transformers.families.images import set_text_attention, text_part_of
 from megatron_tree.integrations.transformers.infer.split_model import split_model
 from megatron_tree.integrations.transformers.infer.weight_layout import plan_layout
+from support.bound import bound
 from support.hf_images import CONFIGS, image_model, image_rows, types_of
+from support.hf_served import CountingRunner
+from support.ranks import on_ranks, run_distributed
 from support.scheduling import tokens_of
 
 NEW = 5
@@ -61,7 +59,18 @@ def _steps(runner, row, logits, tokens):
     return torch.stack(found)
 
 
-def _served(rank, world, name):
+def _cases():
+    fast = [(name, 2) for name in FAST]
+    for name in CONFIGS:
+        marks = [pytest.mark.supports(f"`{name}`", with_="images: generation; 1, 2 and 4 ranks")]
+        for world in (1, 2, 4):
+            slow = [] if (name, world) in fast else [pytest.mark.slow]
+            yield pytest.param(name, world, marks=marks + slow, id=f"{name}-{world}")
+
+
+@pytest.mark.parametrize(("name", "world"), [*_cases()])
+@on_ranks()
+def test_images(world, name):
     model, (ids, inputs) = _model(name), _prompt(name)
     want, other = (_generated(model, ids, inputs | {"pixel_values": sign * inputs["pixel_values"]}) for sign in (1, -1))
     assert (want[1] - other[1]).abs().max() > 0.01 * want[1].abs().max(), "the images do not matter"
@@ -76,39 +85,13 @@ def _served(rank, world, name):
         _near(logits, want[1], f"Runner, chunk_size={chunk_size}")
 
 
-def _cases():
-    fast = [(name, 2) for name in FAST]
-    for name in CONFIGS:
-        marks = [pytest.mark.supports(f"`{name}`", with_="images: generation; 1, 2 and 4 ranks")]
-        for world in (1, 2, 4):
-            slow = [] if (name, world) in fast else [pytest.mark.slow]
-            yield pytest.param(name, world, marks=marks + slow, id=f"{name}-{world}")
-
-
-@pytest.mark.parametrize(("name", "world"), [*_cases()])
-def test_images(name, world):
-    run_distributed(_served, world, name)
-
-
-class _Counting(tree_hf.Runner):
-    """Counts the tokens of prompts that are run."""
-
-    num_run = 0
-
-    def prefill(self, row, tokens, **options):
-        self.num_run += len(tokens)
-        return super().prefill(row, tokens, **options)
-
-    def prefill_rows(self, rows, prompts):
-        self.num_run += sum(map(len, prompts))
-        return super().prefill_rows(rows, prompts)
-
-
 def _request(ids, inputs=None, new=NEW):
     return Request(prompt=ids[0], images=inputs, sampling=SamplingParams(max_tokens=new))
 
 
-def _batched(rank, world, name):
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "qwen3_5"])
+@on_ranks(2)
+def test_requests_with_images(rank, name):
     """Requests with images beside one of text; equal tokens with other images share what is before these only."""
     model = _model(name)
     ids, inputs = _prompt(name)
@@ -118,7 +101,7 @@ def _batched(rank, world, name):
     text = torch.arange(2, 22)[None]
     want = [first, _generated(model, ids, other)[0], _generated(model, text, {})[0]]
     model.set_attn_implementation(IMPLEMENTATIONS)
-    runner = _Counting(model, _new_cache(model), chunk_size=16)
+    runner = CountingRunner(model, _new_cache(model), chunk_size=16)
     scheduler = Scheduler(runner, max_rows=3, max_waiting=8, keep_bytes=1 << 30, heartbeat_s=5.0)
     events = [[] for _ in range(5)]
     if scheduler.is_leader:
@@ -139,12 +122,14 @@ def _batched(rank, world, name):
             assert first >= text.shape[1] + 2 * ids.shape[1] - 4 and runner.num_run < 8, (first, runner.num_run)
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "qwen3_5"])
-def test_requests_with_images(name):
-    run_distributed(_batched, 2, name)
+@pytest.mark.refuses("`gemma3` with images, weights='sharded'", when="Runner.embed: their tokens see each other")
+def test_images_whose_tokens_see_each_other_want_whole_weights():
+    run_distributed(_sharded, 2, "gemma3")
 
 
-def _preempted(rank, world):
+@pytest.mark.slow
+@on_ranks(2)
+def test_an_answer_that_lost_its_row_embeds_its_images_again(rank):
     model, (ids, inputs) = _model("qwen3_vl"), _prompt("qwen3_vl")
     want = _generated(model, ids, inputs, 90)[0].tolist()
     model.set_attn_implementation(IMPLEMENTATIONS)
@@ -157,16 +142,6 @@ def _preempted(rank, world):
     scheduler.run_until_idle()
     if rank == 0:
         assert scheduler.preemptions and [tokens_of(found) for found in events] == [want, want]
-
-
-@pytest.mark.refuses("`gemma3` with images, weights='sharded'", when="Runner.embed: their tokens see each other")
-def test_images_whose_tokens_see_each_other_want_whole_weights():
-    run_distributed(_sharded, 2, "gemma3")
-
-
-@pytest.mark.slow
-def test_an_answer_that_lost_its_row_embeds_its_images_again():
-    run_distributed(_preempted, 2)
 
 
 def _sharded(rank, world, name):
@@ -207,17 +182,6 @@ def test_weights_of_the_text_part_over_all_ranks(name, world):
     run_distributed(_sharded, world, name)
 
 
-def _differing(rank, world):
-    model, (ids, inputs) = _model("qwen3_vl"), _prompt("qwen3_vl")
-    set_text_attention(model, "tree")
-    with pytest.raises(ValueError, match="the ranks' input_ids differ"):
-        _generated(model, ids + (torch.arange(ids.shape[1]) == 0) * rank, inputs, past_key_values=_new_cache(model))
-    inputs["pixel_values"] = (1 + rank) * inputs["pixel_values"]
-    runner = tree_hf.Runner(model, _new_cache(model))
-    with pytest.raises(ValueError, match="digest of tokens and images"):
-        runner.embed(ids[0], inputs)
-
-
 def test_files_of_a_cache_do_not_keep_positions_of_images(tmp_path):
     model, (ids, inputs) = _model("qwen3_vl"), _prompt("qwen3_vl")
     set_text_attention(model, "tree")
@@ -229,8 +193,16 @@ def test_files_of_a_cache_do_not_keep_positions_of_images(tmp_path):
         cache.save(tmp_path, [ids[0]], fingerprint="")
 
 
-def test_ranks_with_other_images():
-    run_distributed(_differing, 2)
+@on_ranks(2)
+def test_ranks_with_other_images(rank):
+    model, (ids, inputs) = _model("qwen3_vl"), _prompt("qwen3_vl")
+    set_text_attention(model, "tree")
+    with pytest.raises(ValueError, match="the ranks' input_ids differ"):
+        _generated(model, ids + (torch.arange(ids.shape[1]) == 0) * rank, inputs, past_key_values=_new_cache(model))
+    inputs["pixel_values"] = (1 + rank) * inputs["pixel_values"]
+    runner = tree_hf.Runner(model, _new_cache(model))
+    with pytest.raises(ValueError, match="digest of tokens and images"):
+        runner.embed(ids[0], inputs)
 
 
 def test_what_images_need_is_said():

@@ -6,21 +6,27 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_distributed
-
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree.generation.requests import Request
 from megatron_tree.generation.sampling import SamplingParams
 from megatron_tree.generation.scheduler import Scheduler
 from megatron_tree.generation.speculation import Speculation
 from megatron_tree.integrations.transformers.infer.weight_layout import plan_layout
-from support.hf_architectures import INDEXED, assert_logits, random_model
+from support.hf_architectures import INDEXED, random_model
 from support.hf_models import mistral_large4, plain, prompt
-from support.hf_served import check_rows, check_served, check_sharded, check_trained, traffic_of_a_step
+from support.hf_served import (
+    CountingRunner,
+    check_eight_bits,
+    check_no_cache,
+    check_rows,
+    check_served,
+    check_sharded,
+    check_trained,
+    traffic_of_a_step,
+)
+from support.ranks import on_ranks
 from support.scheduling import serve, tokens_of
-from support_matrix import refused
+from support_matrix import refused, supported
 
 NEW = 6
 WHOLE = {
@@ -39,37 +45,25 @@ def _model(name):
 
 
 def _cases(with_, without=()):
-    def marks(name):
-        found = [pytest.mark.supports(f"`{name}`", with_=with_)]
-        return found if name in FAST else [*found, pytest.mark.slow]
-
-    return [
-        pytest.param(name, marks=marks(name), id=name) for name in (*INDEXED, "mistral_large4") if name not in without
-    ]
+    return supported([name for name in (*INDEXED, "mistral_large4") if name not in without], with_, FAST)
 
 
 def _cache(model, **options):
     return tree_hf.TreeCache(model.config, cp_group=dist.group.WORLD, page_size=2, **options)
 
 
-def _generation(rank, world, name):
-    check_served(_model(name))
-
-
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("name", _cases("generate and model.generate; 1, 2 and 4 ranks"))
-def test_generation(name, world):
-    run_distributed(_generation, world, name)
-
-
-def _sharded(rank, world, name):
-    check_sharded(_model(name))
+@on_ranks()
+def test_generation(world, name):
+    check_served(_model(name))
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", _cases("weights over all ranks; 2 and 4 ranks", WHOLE))
-def test_weights_over_all_ranks(name, world):
-    run_distributed(_sharded, world, name, timeout=200.0)
+@on_ranks(timeout=200.0)
+def test_weights_over_all_ranks(world, name):
+    check_sharded(_model(name))
 
 
 @pytest.mark.parametrize(
@@ -89,45 +83,17 @@ def test_layers_that_share_keys_and_values_are_refused():
         tree_hf.TreeCache(config)
 
 
-def _eight_bits(rank, world, name, dtype):
-    """A cache in 8 bits, whose index keys are not: near to the plain model, and the same on any number of ranks."""
-    model, ids = _model(name), prompt(2, 37)
-    want = plain(model, ids, 1)[1]
-    model.set_attn_implementation("tree")
-    found = []
-    for group in (None, dist.group.WORLD):
-        cache = tree_hf.TreeCache(model.config, cp_group=group, page_size=2, dtype=dtype)
-        result = tree_hf.generate(model, ids, cache=cache, max_new_tokens=1, chunk_size=8, keep_logits=True)
-        found.append(torch.stack(result.logits, 1))
-        assert cache.store.layers[0].k.dtype.itemsize == 1
-        assert cache.store.layers[0].index_k.dtype == torch.float32
-    assert_logits(found[1], found[0], "ranks")
-    assert float((found[0] - want).abs().max() / want.abs().max()) < {"int8": 0.2, "fp8": 1.0}[dtype]
-
-
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
+@on_ranks(2)
 def test_caches_in_eight_bits(dtype):
-    run_distributed(_eight_bits, 2, "deepseek_v32", dtype)
-
-
-def _rows(rank, world, name, folder):
-    check_rows(_model(name), folder)
+    check_eight_bits(_model("deepseek_v32"), dtype, {"int8": 0.2, "fp8": 1.0}[dtype])
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", FAST)
-def test_rows(name, world, tmp_path):
-    run_distributed(_rows, world, name, tmp_path / "saved")
-
-
-class Counting(tree_hf.Runner):
-    """Counts the tokens of prompts that are run."""
-
-    num_run = 0
-
-    def prefill(self, row, tokens, **options):
-        self.num_run += len(tokens)
-        return super().prefill(row, tokens, **options)
+@on_ranks()
+def test_rows(world, name, tmp_path):
+    check_rows(_model(name), tmp_path / "saved")
 
 
 @pytest.mark.parametrize("name", FAST)
@@ -138,7 +104,7 @@ def test_scheduler_and_prefixes(name, speculation):
     requests = [Request(prompt=[*text, 7 + i, 3], sampling=SamplingParams(max_tokens=NEW), n=1 + i) for i in range(3)]
     want = [plain(model, torch.tensor([r.prompt]), NEW)[0][0].tolist() for r in requests]
     model.set_attn_implementation("tree")
-    runner = Counting(model, tree_hf.TreeCache(model.config, page_size=4), chunk_size=32)
+    runner = CountingRunner(model, tree_hf.TreeCache(model.config, page_size=4), chunk_size=32)
     limits = dict(max_rows=8, max_waiting=8, keep_bytes=1 << 30)
     scheduler = Scheduler(runner, **limits, speculation=speculation)
     for i, (asked, own) in enumerate(zip(requests, want)):
@@ -155,7 +121,9 @@ def _ask(scheduler, asked):
     return [events]
 
 
-def _traffic(rank, world, name):
+@pytest.mark.parametrize("name", FAST)
+@on_ranks(2)
+def test_what_a_step_sends_and_reads(world, name):
     """What a step sends, lists of 8 bytes a key and states of heads, and reads: rows of selected keys, not all."""
     model = _model(name)
     config, cache = model.config, _cache(model, schedule="allgather")
@@ -168,16 +136,17 @@ def _traffic(rank, world, name):
     assert read == [config.index_topk] * config.num_hidden_layers
 
 
-@pytest.mark.parametrize("name", FAST)
-def test_what_a_step_sends_and_reads(name):
-    run_distributed(_traffic, 2, name)
-
-
-def _training(rank, world, name):
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", _cases("training on shards; 2 and 4 ranks"))
+@on_ranks()
+def test_training(world, name):
     check_trained(lambda: _model(name))
 
 
-def _packed(rank, world, name):
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", FAST)
+@on_ranks()
+def test_packed_documents(world, name):
     """Documents shorter and longer than what an index selects."""
     lengths = (4, 21, 1, 16)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
@@ -185,7 +154,9 @@ def _packed(rank, world, name):
     check_trained(lambda: _model(name), **more)
 
 
-def _recomputed(rank, world, name):
+@pytest.mark.parametrize("name", FAST)
+@on_ranks(2)
+def test_recomputed_layers(name):
     def make():
         model = _model(name).train()
         model.gradient_checkpointing_enable()
@@ -194,32 +165,9 @@ def _recomputed(rank, world, name):
     check_trained(make)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", _cases("training on shards; 2 and 4 ranks"))
-def test_training(name, world):
-    run_distributed(_training, world, name)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", FAST)
-def test_packed_documents(name, world):
-    run_distributed(_packed, world, name)
-
-
-@pytest.mark.parametrize("name", FAST)
-def test_recomputed_layers(name):
-    run_distributed(_recomputed, 2, name)
-
-
 @pytest.mark.parametrize("name", _cases("evaluation without a cache"))
 def test_no_cache(name):
-    model, ids = _model(name), prompt(2, 21)
-    with torch.no_grad():
-        want = model(ids, use_cache=False).logits
-        model.set_attn_implementation("tree")
-        assert_logits(model(ids, use_cache=False).logits, want, "no cache")
-        with pytest.raises(ValueError, match="padding in layers with an index needs a TreeCache"):
-            model(ids, attention_mask=torch.arange(21).expand(2, -1) > 2, use_cache=False)
+    check_no_cache(_model(name), "padding in layers with an index needs a TreeCache")
 
 
 def test_another_formula_is_refused(monkeypatch):

@@ -10,11 +10,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from support.hf_models import prompt, tiny_model
-from support.ranks import run_distributed
+from support.ranks import on_ranks, run_distributed
 from support.trainers import ADDRESS
 
 accelerate = pytest.importorskip("accelerate")
-transformers = pytest.importorskip("transformers")
 
 ROWS = [{"input_ids": torch.full((5,), 2 * i + 1)} for i in range(7)]
 
@@ -28,9 +27,7 @@ def _random(samples):
 
 
 def _accelerator(**options):
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     return accelerate.Accelerator(cpu=True, dataloader_config=accelerate.DataLoaderConfiguration(**options))
 
 
@@ -85,7 +82,8 @@ def test_ranks_of_a_group_draw_the_same():
         assert x.shape == y.shape and not torch.equal(dropped_by_one, dropped_by_two)
 
 
-def _gathered(rank, world):
+@on_ranks(4, env=ADDRESS, fresh=True)
+def test_an_accelerator_counts_sequence_groups(rank):
     from megatron_tree.integrations.transformers import register_sequence_parallel
     from megatron_tree.integrations.transformers.train.accelerated import count_sequence_groups, prepare_data_loader
 
@@ -97,7 +95,7 @@ def _gathered(rank, world):
     group = torch.tensor([10.0 * parallel.dp_rank, 1.0])
     with pytest.raises(ValueError, match="dispatch_batches=True: rank 0 would send"):
         prepare_data_loader(DataLoader(ROWS), _accelerator(dispatch_batches=True), parallel)
-    return {
+    found = {
         "metrics": torch.cat(rows).tolist(),
         "objects": accelerator.gather_for_metrics([f"group {parallel.dp_rank}"], use_gather_object=True),
         "gathered": accelerator.gather(group).tolist(),
@@ -106,19 +104,15 @@ def _gathered(rank, world):
         "mean": accelerator.reduce(group, reduction="mean").tolist(),
         "place": (accelerator.process_index, accelerator.num_processes, accelerator.is_main_process),
     }
-
-
-def test_an_accelerator_counts_sequence_groups():
-    for rank, found in enumerate(run_distributed(_gathered, 4, env=ADDRESS, fresh=True)):
-        assert found == {
-            "metrics": [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
-            "objects": ["group 0", "group 1"],
-            "gathered": [0.0, 1.0, 10.0, 1.0],
-            "numbers": [0.0, 10.0],
-            "sum": [10.0, 2.0],
-            "mean": [5.0, 1.0],
-            "place": (rank // 2, 2, rank == 0),
-        }
+    assert found == {
+        "metrics": [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0],
+        "objects": ["group 0", "group 1"],
+        "gathered": [0.0, 1.0, 10.0, 1.0],
+        "numbers": [0.0, 10.0],
+        "sum": [10.0, 2.0],
+        "mean": [5.0, 1.0],
+        "place": (rank // 2, 2, rank == 0),
+    }, found
 
 
 def _compared(rank, world, name):

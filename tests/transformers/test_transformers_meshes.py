@@ -5,11 +5,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from support.deepspeed_cases import Case
-from support.ranks import largest, run_distributed
-
-pytest.importorskip("transformers")
+from support.ranks import largest, on_ranks, run_distributed
 
 NAMES = {1: ("sp",), 2: ("dp", "sp"), 3: ("dp_replicate", "dp_shard", "cp")}
 SAME = 4e-6  # weights that AdamW has moved by up to 4e-3; 3e-7 where it was measured
@@ -69,9 +72,6 @@ SLOW = {
 
 def _wrap(model, wrapper):
     """The model in a wrapper that averages over all ranks."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
     world = torch.distributed.get_world_size()
     if wrapper == "none":
         return model
@@ -183,9 +183,6 @@ def test_wrapped_on_data_and_sequence_ranks():
 
 def _save(rank, world, case, folder):
     """Two steps, and a checkpoint. Returns what one rank does in all of them."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict
-
     model, wrapped, parallel, optimizer = _start(case)
     _train(case, model, wrapped, parallel, optimizer, case.steps()[:2])
     weights, states = get_state_dict(wrapped, optimizer)
@@ -195,9 +192,6 @@ def _save(rank, world, case, folder):
 
 def _resume(rank, world, case, folder, want):
     """The other two steps, on other ranks or another wrapper. Returns how far the weights are apart."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-
     model, wrapped, parallel, optimizer = _start(case)
     with torch.no_grad():
         for p in wrapped.parameters():
@@ -220,52 +214,35 @@ def test_a_checkpoint_is_resumed_on_another_mesh(tmp_path):
             assert max(apart) < SAME, (other, apart)
 
 
-def _of_other_ranks(rank, world):
-    """What is said of wrappers and meshes of other ranks than all."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
+@on_ranks(4)
+def test_wrappers_and_meshes_of_other_ranks_are_refused():
     from megatron_tree.integrations.transformers import register_sequence_parallel
 
     ids, policy = torch.arange(1, 17).view(1, -1), MixedPrecisionPolicy(torch.float32)
     batch = {"input_ids": ids, "labels": ids}
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
-    said = []
-
-    def note(**options):
-        with pytest.raises(ValueError) as error:
+    for options, message in (
+        ({"mesh": mesh["sp"]}, "not all 4 of them: pass the mesh of the whole job"),
+        ({"mesh": mesh, "sp_size": 2}, "sp_size=2 and a mesh: pass one of them"),
+        ({"mesh": (2, 2)}, r"mesh=\(2, 2\) must be a DeviceMesh or None"),
+    ):
+        with pytest.raises(ValueError, match=message):
             register_sequence_parallel(Case(sp=1, zero=0).model(), **options)
-        said.append(str(error.value))
-
-    note(mesh=mesh["sp"])
-    note(mesh=mesh, sp_size=2)
-    note(mesh=(2, 2))
-    for wrap in (
-        lambda model: DistributedDataParallel(model, process_group=mesh.get_group("dp")),
-        lambda model: fully_shard(model, mesh=mesh["dp"], mp_policy=policy),
-        lambda model: fully_shard([fully_shard(model.model.layers[1].mlp.up_proj), model][1], mp_policy=policy),
+    for message, wrap in (
+        (
+            "averages gradients over 2 of 4 ranks: leave out its process_group",
+            lambda model: DistributedDataParallel(model, process_group=mesh.get_group("dp")),
+        ),
+        ("give fully_shard a mesh of all 4", lambda model: fully_shard(model, mesh=mesh["dp"], mp_policy=policy)),
+        (
+            "up_proj of a LlamaMLP is sharded by itself",
+            lambda model: fully_shard([fully_shard(model.model.layers[1].mlp.up_proj), model][1], mp_policy=policy),
+        ),
     ):
         model = Case(sp=1, zero=0).model()
         parallel = register_sequence_parallel(model, mesh=mesh, mlp_tile=3)
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match=message):
             wrap(model)(**parallel.shard_batch(batch))
-        said.append(str(error.value))
-    return said
-
-
-def test_wrappers_and_meshes_of_other_ranks_are_refused():
-    wanted = (
-        "not all 4 of them: pass the mesh of the whole job",
-        "sp_size=2 and a mesh: pass one of them",
-        "mesh=(2, 2) must be a DeviceMesh or None",
-        "averages gradients over 2 of 4 ranks: leave out its process_group",
-        "give fully_shard a mesh of all 4",
-        "up_proj of a LlamaMLP is sharded by itself",
-    )
-    for said in run_distributed(_of_other_ranks, 4):
-        for text, want in zip(said, wanted, strict=True):
-            assert want in text
 
 
 @pytest.mark.slow

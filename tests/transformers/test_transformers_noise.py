@@ -7,11 +7,14 @@ import torch.distributed as dist
 from torch import nn
 
 from support.hf_models import VOCAB, prompt, tiny_model
-from support.ranks import run_distributed
+from support.ranks import on_ranks
 from support.trainers import ADDRESS, ARGUMENTS
 
 pytest.importorskip("accelerate")
-transformers = pytest.importorskip("transformers")
+from accelerate.state import AcceleratorState
+from transformers.integrations.neftune import activate_neftune
+
+import transformers
 
 SHAPE = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": VOCAB}
 GPT2 = SHAPE | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
@@ -56,7 +59,10 @@ def _masks(model, run):
     return torch.cat(masks)
 
 
-def _dropout(rank, world, packed, checkpointed):
+@pytest.mark.parametrize(("packed", "checkpointed"), [(False, True), (True, False)])
+@on_ranks(2)
+def test_dropout_of_hidden_states_is_of_tokens(packed, checkpointed):
+    """Ranks, and calls, differ in half of what they drop; what the ranks draw afterwards is the same."""
     from megatron_tree.integrations.transformers import register_sequence_parallel
 
     model = _gpt2(0.5)
@@ -78,19 +84,14 @@ def _dropout(rank, world, packed, checkpointed):
     torch.testing.assert_close(kept[: len(again)], again, equal_nan=True)  # and those of a recomputation follow
     for p, grad in zip(model.parameters(), grads, strict=True):
         torch.testing.assert_close(p.grad, grad)
-    return _alike(*_everywhere(first)), _alike(first, second), _alike(*_everywhere(torch.get_rng_state().float()))
-
-
-@pytest.mark.parametrize(("packed", "checkpointed"), [(False, True), (True, False)])
-def test_dropout_of_hidden_states_is_of_tokens(packed, checkpointed):
-    """Ranks, and calls, differ in half of what they drop; what the ranks draw afterwards is the same."""
     chance = 6 * 0.5 / (5 * LENGTH * 32) ** 0.5  # standard deviations of at most as many numbers
-    for by_rank, by_call, afterwards in run_distributed(_dropout, 2, packed, checkpointed):
-        assert by_rank == pytest.approx(0.5, abs=chance) and by_call == pytest.approx(0.5, abs=chance)
-        assert afterwards == 1.0
+    by_rank, by_call = _alike(*_everywhere(first)), _alike(first, second)
+    assert [by_rank, by_call] == pytest.approx([0.5, 0.5], abs=chance), (by_rank, by_call)
+    assert _alike(*_everywhere(torch.get_rng_state().float())) == 1.0
 
 
-def _jitter(rank, world):
+@on_ranks(2)
+def test_noise_of_routers():
     """How much of a router's noise two ranks have alike."""
     from megatron_tree.integrations.transformers import register_sequence_parallel
 
@@ -103,13 +104,14 @@ def _jitter(rank, world):
     state = torch.get_rng_state()
     model(**parallel.shard_batch(_batch())).loss.backward()
     assert not torch.equal(state, torch.get_rng_state())
-    return _alike(*_everywhere((seen[1] / seen[0]).detach()))
+    alike = _alike(*_everywhere((seen[1] / seen[0]).detach()))
+    assert alike < 0.01, alike
 
 
-def _neftune(rank, world, packed):
-    """The largest noise, of what it may be; how much of it two ranks have alike."""
-    from transformers.integrations.neftune import activate_neftune
-
+@pytest.mark.parametrize("packed", [False, True])
+@on_ranks(2)
+def test_noise_of_embeddings(packed):
+    """NEFTune's size depends on the length of whole rows; the largest of a thousand numbers is near its bound."""
     from megatron_tree.integrations.transformers import register_sequence_parallel
 
     model, seen = tiny_model("llama").train(), []
@@ -124,41 +126,26 @@ def _neftune(rank, world, packed):
     model(**parallel.shard_batch(_batch(packed)))
     assert torch.equal(state, torch.get_rng_state())
     allowed = 5.0 / (LENGTH * model.config.hidden_size) ** 0.5
-    return float(seen[0].abs().max()) / allowed, _alike(*_everywhere(seen[0]))
+    largest, alike = float(seen[0].abs().max()) / allowed, _alike(*_everywhere(seen[0]))
+    assert 0.98 < largest < 1 + 1e-4 and alike < 0.01, (largest, alike)
 
 
-def test_noise_of_routers():
-    assert max(run_distributed(_jitter, 2)) < 0.01
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_noise_of_embeddings(packed):
-    """NEFTune's size depends on the length of whole rows; the largest of a thousand numbers is near its bound."""
-    for largest, alike in run_distributed(_neftune, 2, packed):
-        assert 0.98 < largest < 1 + 1e-4 and alike < 0.01
-
-
-def _resumed(rank, world, folder):
+@on_ranks(2, timeout=250, env=ADDRESS, fresh=True)
+def test_a_resumed_run_goes_on_with_the_same_noise(rank, tmp_path):
     """Losses of a run with dropout, whole and from its checkpoint on."""
-    from accelerate.state import AcceleratorState
-
     from megatron_tree.integrations.transformers.train.trainer import Trainer
 
     ids = prompt(14, LENGTH)
     data = [{"input_ids": row, "labels": row} for row in ids]
     found = []
-    for resume in (None, str(folder / "checkpoint-2")):
+    for resume in (None, str(tmp_path / "checkpoint-2")):
         AcceleratorState._reset_state(reset_partial_state=True)
         saving = {"save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 2}
         more = {"neftune_noise_alpha": 5.0, "gradient_accumulation_steps": 2}
-        args = transformers.TrainingArguments(str(folder), **ARGUMENTS | saving | more)
+        args = transformers.TrainingArguments(str(tmp_path), **ARGUMENTS | saving | more)
         trainer = Trainer(_gpt2(0.3), args, train_dataset=data)
         np.random.seed(rank)  # anything that one rank draws alone
         trainer.train(resume_from_checkpoint=resume)
         found.append([(x["loss"], x["grad_norm"]) for x in trainer.state.log_history if "loss" in x])
-    return found
-
-
-def test_a_resumed_run_goes_on_with_the_same_noise(tmp_path):
-    for whole, resumed in run_distributed(_resumed, 2, tmp_path, timeout=250, env=ADDRESS, fresh=True):
-        assert len(whole) == 4 and whole == resumed
+    whole, resumed = found
+    assert len(whole) == 4 and whole == resumed, (whole, resumed)

@@ -4,31 +4,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_distributed
-
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree.integrations.transformers.infer.weight_layout import plan_layout
-from support.hf_architectures import POOLED, assert_logits, random_model
-from support.hf_models import hf_generate, left_padded, plain, prompt
-from support.hf_served import check_rows, check_served, check_trained, traffic_of_a_step
+from support.hf_architectures import POOLED, random_model
+from support.hf_models import hf_generate, left_padded, prompt
+from support.hf_served import (
+    check_eight_bits,
+    check_no_cache,
+    check_rows,
+    check_served,
+    check_trained,
+    traffic_of_a_step,
+)
+from support.ranks import on_ranks
+from support_matrix import supported
 
 
-def _cases(with_):
-    return [pytest.param(name, marks=pytest.mark.supports(f"`{name}`", with_=with_), id=name) for name in POOLED]
-
-
-def _generation(rank, world, name):
-    check_served(random_model(name), pads=False)
-
-
-def _training(rank, world, name):
-    """Blocks that lie on several ranks."""
-    check_trained(lambda: random_model(name, indexer_compress_ratio=4, indexer_budget=8))
-
-
-def _traffic(rank, world):
+@on_ranks(2)
+def test_what_a_step_sends_and_reads(world):
     """What a step sends, lists of 8 bytes a block and states of heads, and reads: selected blocks and those after."""
     model = random_model("qwen4_exp_text")
     config = model.config
@@ -41,31 +34,27 @@ def _traffic(rank, world):
     assert read == [config.indexer_budget + 43 % size] * layers
 
 
-def test_what_a_step_sends_and_reads():
-    run_distributed(_traffic, 2)
-
-
-def _eight_bits(rank, world):
-    """A cache in 8 bits, whose index keys are not: near to the plain model, and the same on both ranks."""
-    model, ids = random_model("qwen4_exp_text"), prompt(2, 37)
-    want = plain(model, ids, 1)[1]
-    model.set_attn_implementation("tree")
-    found = []
-    for group in (None, dist.group.WORLD):
-        cache = tree_hf.TreeCache(model.config, cp_group=group, page_size=2, dtype="int8")
-        result = tree_hf.generate(model, ids, cache=cache, max_new_tokens=3, chunk_size=8, keep_logits=True)
-        found.append(torch.stack(result.logits, 1))
-        assert cache.store.layers[0].k.dtype == torch.int8
-        assert cache.store.layers[0].index_k.dtype == torch.float32
-    assert_logits(found[1], found[0], "ranks")
-    assert float((found[0][:, :1] - want).abs().max() / want.abs().max()) < 0.2
-
-
+@on_ranks(2)
 def test_caches_in_eight_bits():
-    run_distributed(_eight_bits, 2)
+    check_eight_bits(random_model("qwen4_exp_text"), "int8", 0.2)
 
 
-def _rows(rank, world, folder):
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("name", supported(POOLED, "generate and model.generate; 1, 2 and 4 ranks"))
+@on_ranks()
+def test_generation(world, name):
+    check_served(random_model(name), pads=False)
+
+
+@pytest.mark.parametrize("name", POOLED)
+@on_ranks(2)
+def test_training(name):
+    """Blocks that lie on several ranks."""
+    check_trained(lambda: random_model(name, indexer_compress_ratio=4, indexer_budget=8))
+
+
+@on_ranks(2)
+def test_rows(tmp_path):
     """Without recurrent layers, whose states can't go back."""
     layers = {
         "layer_types": ["indexed_attention"] * 3,
@@ -73,32 +62,11 @@ def _rows(rank, world, folder):
         "indexer_budget": 8,
         "ple_layer_ids": [],
     }
-    check_rows(random_model("qwen4_exp_text", **layers), folder, page_size=8)
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("name", _cases("generate and model.generate; 1, 2 and 4 ranks"))
-def test_generation(name, world):
-    run_distributed(_generation, world, name)
-
-
-@pytest.mark.parametrize("name", POOLED)
-def test_training(name):  # more of it: test_transformers_recurrent.py
-    run_distributed(_training, 2, name)
-
-
-def test_rows(tmp_path):
-    run_distributed(_rows, 2, tmp_path / "saved")
+    check_rows(random_model("qwen4_exp_text", **layers), tmp_path / "saved", page_size=8)
 
 
 def test_evaluation_without_a_cache():
-    model, ids = random_model("qwen4_exp_text"), prompt(2, 21)
-    with torch.no_grad():
-        want = model(ids, use_cache=False).logits
-        model.set_attn_implementation("tree")
-        assert_logits(model(ids, use_cache=False).logits, want, "no cache")
-        with pytest.raises(ValueError, match="attention_mask with padding: .* an index of blocks"):
-            model(ids, attention_mask=torch.arange(21).expand(2, -1) > 2, use_cache=False)
+    check_no_cache(random_model("qwen4_exp_text"), "attention_mask with padding: .* an index of blocks")
 
 
 @pytest.mark.refuses("`qwen4_exp_text`, model.generate with left padding", when="it runs: blocks of tokens")

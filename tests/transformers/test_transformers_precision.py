@@ -2,14 +2,16 @@
 
 import pytest
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from megatron_tree import prefix_tree
 from support.hf_models import prompt, tiny_model
-from support.ranks import run_distributed
+from support.ranks import on_ranks
 from support.trainers import ADDRESS
 
 pytest.importorskip("accelerate")
-pytest.importorskip("transformers")
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 
 TOKENS = 61  # no multiple of twice the ranks
 WORSE = 1.5  # than bf16 of one rank's whole sequences: other roundings of as many numbers
@@ -30,14 +32,10 @@ def _batches():
 
 def _wrapped(kind, model):
     if kind == "FSDP2":
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for layer in model.model.layers:
             fully_shard(layer, mp_policy=policy)
         return fully_shard(model, mp_policy=policy)
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     wrapped = Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
@@ -74,15 +72,12 @@ def _check(kind, family, batch, rows):
     assert seen and all(mask is rows["sequence_shard"] for mask in seen)
 
 
-def _check_all(rank, world):
+@pytest.mark.supports("FSDP2 (`fully_shard`)", with_="a bf16 policy; padded, packed, tree; 2 ranks")
+@pytest.mark.supports("Accelerate", with_="bf16, DDP; padded, packed, tree; 2 ranks")
+@on_ranks(2, env=ADDRESS, fresh=True)
+def test_bf16_of_wrappers():
     for kind in ("FSDP2", "Accelerate"):
         for name, (batch, rows) in _batches().items():
             _check(kind, "llama", batch, rows)
             if name == "padded":  # Transformers' recurrent layers go on from one document to the next
                 _check(kind, "falcon_h1", batch, rows)
-
-
-@pytest.mark.supports("FSDP2 (`fully_shard`)", with_="a bf16 policy; padded, packed, tree; 2 ranks")
-@pytest.mark.supports("Accelerate", with_="bf16, DDP; padded, packed, tree; 2 ranks")
-def test_bf16_of_wrappers():
-    run_distributed(_check_all, 2, env=ADDRESS, fresh=True)

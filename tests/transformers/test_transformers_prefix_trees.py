@@ -9,16 +9,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from support.ranks import run_distributed
-
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree import prefix_tree
 from support.hf_architectures import SERVED, random_model, tiny_config
 from support.hf_models import CONFIGS, tiny_model
 from support.prefix_trees import grown
+from support.ranks import on_ranks, run_distributed
 from support.rounding import assert_near
+from support_matrix import supported
 from transformers import AutoModelForCausalLM
 
 WITH = "rows that share prefixes (prefix_tree)"
@@ -123,14 +121,7 @@ def test_losses_and_gradients_over_ranks(world):
     assert all(run_distributed(_trees, world, FAMILIES[world // 4 :: 2], [world]))
 
 
-def _cases():
-    """Architectures of causal language models that train on shards, but those above."""
-    names = [name for name in SERVED if name not in FAMILIES]
-    supports = [pytest.mark.supports(f"`{name}`", with_=WITH) for name in names]
-    return [pytest.param(name, marks=[mark, pytest.mark.slow]) for name, mark in zip(names, supports, strict=True)]
-
-
-@pytest.mark.parametrize("name", _cases())
+@pytest.mark.parametrize("name", supported((name for name in SERVED if name not in FAMILIES), WITH, ()))
 def test_architectures(name):
     plain = random_model(name).eval()
     model = copy.deepcopy(plain)
@@ -148,8 +139,11 @@ def test_architectures(name):
             assert_near(mine, grad, length=10_000)
 
 
-def _groups(rank, world, checkpointing):
-    """Two sequence groups of two ranks, which get different trees."""
+@pytest.mark.parametrize("checkpointing", [False, True])
+@on_ranks(4)
+def test_data_and_sequence_parallel(checkpointing):
+    """Two sequence groups of two ranks, which get different trees: with DDP, a loss in tiles, and layers that are run
+    again in the backward."""
     plain = _model("llama")
     model = copy.deepcopy(plain).train()
     parallel = tree_hf.register_sequence_parallel(model, sp_size=2, loss_tile=3)
@@ -164,13 +158,6 @@ def _groups(rank, world, checkpointing):
     assert_near(loss, expected, length=1000)
     for mine, grad in zip(_gradients(model, loss), _gradients(plain, expected), strict=True):
         assert_near(mine, grad, length=1000)
-    return True
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_data_and_sequence_parallel(checkpointing):
-    """With DDP, a loss in tiles, and layers that are run again in the backward."""
-    assert all(run_distributed(_groups, 4, checkpointing))
 
 
 @pytest.mark.parametrize(

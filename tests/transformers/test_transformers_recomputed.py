@@ -4,16 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.hosts import Hosts
-from support.ranks import run_distributed
-from support.tried_plans import taken, tried
-
-pytest.importorskip("transformers")
-
 from megatron_tree import TreeConfig
 from megatron_tree.comm.group import GroupState
 from megatron_tree.integrations import transformers as tree_hf
 from support.hf_models import SHAPE, VOCAB
+from support.hosts import Hosts
+from support.ranks import run_distributed
+from support.tried_plans import taken, tried
 from transformers import LlamaConfig, LlamaForCausalLM
 
 TOKENS, STEPS = 64, 2

@@ -4,15 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_distributed
-
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree.comm import record
 from support.hf_architectures import HYBRIDS, POOLED, STATE_SPACE, random_model
 from support.hf_models import prompt
 from support.hf_training import check_trained_batches, gradients
+from support.ranks import on_ranks
 
 FAST = ("qwen3_next", "falcon_h1", "jamba", "zaya", "qwen4_exp_text")  # one of each kind of function, or index
 
@@ -25,10 +22,6 @@ def _long_lived(name):
             if parameter_name.endswith("A_log"):
                 parameter.sub_(4.0)
     return model
-
-
-def _training(rank, world, name):
-    check_trained_batches(lambda: _long_lived(name))
 
 
 def _marks(name, world):
@@ -46,8 +39,9 @@ def _marks(name, world):
         for world in (2, 4)
     ],
 )
-def test_training(name, world):
-    run_distributed(_training, world, name)
+@on_ranks()
+def test_training(world, name):
+    check_trained_batches(lambda: _long_lived(name))
 
 
 def _distance(model, want, world):
@@ -62,7 +56,9 @@ def _distance(model, want, world):
     return float((apart[0] / apart[1]).sqrt())
 
 
-def _in_bf16(rank, world, name):
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "jamba"])
+@on_ranks(2)
+def test_bf16_is_as_far_from_fp32_as_on_one_rank(world, name):
     """How far bf16 gradients are from those in fp32: of one rank, and of all."""
     ids, apart = prompt(2, 100), []
     batch = {"input_ids": ids, "labels": ids}
@@ -75,16 +71,12 @@ def _in_bf16(rank, world, name):
         own = tree_hf.shard_batch(batch, cp_group=dist.group.WORLD) if shared else batch | {"use_cache": False}
         model(**own).loss.backward()
         apart.append(_distance(model, gradients(wanted), world if shared else 1))
-    return apart
+    of_one, of_all = apart
+    assert 0 < of_all < 2.5 * of_one, (of_one, of_all)  # the roundings of a few tokens are most of it
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "jamba"])
-def test_bf16_is_as_far_from_fp32_as_on_one_rank(name):
-    for of_one, of_all in run_distributed(_in_bf16, 2, name):
-        assert 0 < of_all < 2.5 * of_one  # the roundings of a few tokens are most of it
-
-
-def _bytes(rank, world):
+@on_ranks(4)
+def test_what_is_sent_does_not_depend_on_the_length():
     """What this rank sends in a training step of a model of recurrent layers, for two lengths."""
     sent = []
     for tokens in (64, 256):
@@ -93,12 +85,8 @@ def _bytes(rank, world):
         with record() as calls:
             model(**tree_hf.shard_batch({"input_ids": ids, "labels": ids}, cp_group=dist.group.WORLD)).loss.backward()
         sent.append(sum(call.bytes for call in calls))
-    return sent
-
-
-def test_what_is_sent_does_not_depend_on_the_length():
-    for short, long in run_distributed(_bytes, 4):
-        assert short == long > 0
+    short, long = sent
+    assert short == long > 0, (short, long)
 
 
 def _step(model):

@@ -4,12 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_distributed
-
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers as tree_hf
 from support.hf_models import SWITCH, hf_generate, plain, prompt, tiny_model, tree_model
+from support.hf_training import averaged_gradients
+from support.ranks import on_ranks
 
 NEW = 8
 FAMILIES = ("phi3_longrope", "llama_dynamic")
@@ -37,7 +35,9 @@ def _cache(model, world):
     return tree_hf.TreeCache(model.config, cp_group=dist.group.WORLD if world > 1 else None, page_size=2)
 
 
-def _rows(rank, world, family):
+@pytest.mark.parametrize("family", FAMILIES)
+@on_ranks(3)
+def test_every_row_as_if_alone(world, family):
     rows, ids, mask = _ragged("left")
     want = [_alone(family, row) for row in rows]
     model = tree_model(family)
@@ -59,12 +59,8 @@ def _rows(rank, world, family):
         assert cache.get_seq_length() == len(row) + NEW - 1, "not in the cache that was given"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_row_as_if_alone(family):
-    run_distributed(_rows, 3, family)
-
-
-def _turns(rank, world):
+@on_ranks(2)
+def test_a_row_that_passes_the_switch_in_both_directions(world):
     """Longer, shorter and longer again: the row is run again when it passes the switch, in both directions."""
     model, reference = (tiny_model("phi3_longrope") for _ in range(2))
     model.set_attn_implementation("tree")
@@ -88,11 +84,8 @@ def _turns(rank, world):
     check(both[1, -1], torch.cat((text[: SWITCH - 1], text[:1], text[:1])))
 
 
-def test_a_row_that_passes_the_switch_in_both_directions():
-    run_distributed(_turns, 2)
-
-
-def _second_turn(rank, world, path):
+@on_ranks(2)
+def test_a_second_turn_passes_the_switch(world, tmp_path):
     model = tiny_model("phi3_longrope")
     first, more = prompt(1, SWITCH - 10), prompt(1, 15, seed=5)
     answer, _ = plain(model, first, NEW)
@@ -102,19 +95,15 @@ def _second_turn(rank, world, path):
     for turn in (tree_hf.generate, None):
         cache = _cache(model, world)
         hf_generate(model, first, NEW, past_key_values=cache)
-        cache.save(path / str(turn is None), [whole[0, : cache.get_seq_length()]], fingerprint="tiny")
+        cache.save(tmp_path / str(turn is None), [whole[0, : cache.get_seq_length()]], fingerprint="tiny")
         again = _cache(model, world)
-        again.load(path / str(turn is None), fingerprint="tiny")
+        again.load(tmp_path / str(turn is None), fingerprint="tiny")
         for held in (cache, again):
             if turn is None:
                 got, _ = hf_generate(model, whole, NEW, past_key_values=held)
             else:
                 got = turn(model, whole, cache=held, max_new_tokens=NEW).tokens
             assert torch.equal(got, want)
-
-
-def test_a_second_turn_passes_the_switch(tmp_path):
-    run_distributed(_second_turn, 2, tmp_path)
 
 
 def test_a_loop_of_ones_own_past_the_switch():
@@ -130,7 +119,9 @@ def test_a_loop_of_ones_own_past_the_switch():
         _close(got, model(ids).logits[:, -1])
 
 
-def _shards(rank, world, family):
+@pytest.mark.parametrize("family", FAMILIES)
+@on_ranks(2)
+def test_training_on_shards(family):
     """Losses and gradients of rows on both sides of the switch, and of packed documents, as if each were alone."""
     lengths = (13, SWITCH, SWITCH + 1, 40)
     rows = [prompt(1, n, seed=n)[0] for n in lengths]
@@ -152,20 +143,11 @@ def _shards(rank, world, family):
         "labels": torch.cat([torch.cat((row.new_tensor([-100]), row[1:])) for row in rows])[None],
         "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
     }
-    group = dist.group.WORLD if world > 1 else None
     for batch in (padded, packed):
         model = tiny_model(family).train()
         tree_hf.train_on_shards(model)
-        loss = model(**tree_hf.shard_batch(batch, cp_group=group)).loss
+        loss = model(**tree_hf.shard_batch(batch, cp_group=dist.group.WORLD)).loss
         loss.backward()
         assert abs(loss.item() - want_loss) < 1e-5 * want_loss
-        for p, want in zip(model.parameters(), grads, strict=True):
-            got = p.grad / world
-            if world > 1:
-                dist.all_reduce(got)
+        for got, want in zip(averaged_gradients(model).values(), grads, strict=True):
             assert (got - want).abs().max() <= 2e-4 * want.abs().max() + 1e-7
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_training_on_shards(family):
-    run_distributed(_shards, 2, family)

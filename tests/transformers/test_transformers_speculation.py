@@ -4,12 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.ranks import run_distributed
-
-pytest.importorskip("transformers")
-
 from megatron_tree.integrations.transformers.attention import TreeCache
 from support.hf_models import plain, prompt, tiny_model, tree_model
+from support.ranks import run_distributed
 
 NEW = 24
 SPECULATION = {

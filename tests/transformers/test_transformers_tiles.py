@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-
 import megatron_tree.integrations.transformers  # noqa: F401
 import transformers
 from megatron_tree import log

@@ -11,7 +11,16 @@ from support.ranks import largest, run_distributed
 from support.trainers import ADDRESS, ARGUMENTS
 
 pytest.importorskip("accelerate")
-transformers = pytest.importorskip("transformers")
+from accelerate import Accelerator
+from accelerate.big_modeling import _attach_context_parallel_hooks
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.data import DataLoader
+
+import transformers
+from support.hf_models import tiny_model
 
 LENGTH = 41  # no multiple of twice the ranks
 SAME = 4e-6  # 3e-7 where it was measured
@@ -61,11 +70,6 @@ PLAIN = {"tree": "padded"}  # what a plain trainer gets instead
 
 def _train(trainer_class, folder, collator, batch_size, *, fsdp=None, resume=None, lora=False, args=None, **options):
     """({name: its values in the steps}, trained parameters)."""
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedType
-
-    from support.hf_models import tiny_model
-
     AcceleratorState._reset_state(reset_partial_state=True)
     os.environ.pop("ACCELERATE_USE_FSDP", None)  # Accelerate sets it for a run with FSDP
     sizes = {"per_device_train_batch_size": batch_size, "per_device_eval_batch_size": batch_size}
@@ -82,8 +86,6 @@ def _train(trainer_class, folder, collator, batch_size, *, fsdp=None, resume=Non
     options |= {"train_dataset": data, "eval_dataset": data[:5], "data_collator": COLLATORS[collator]}
     trainer = trainer_class(model=model, args=args, **options)
     if fsdp and not args.bf16:  # what is exact, through a policy nevertheless
-        from torch.distributed.fsdp import MixedPrecisionPolicy
-
         trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(torch.float32)
     trainer.train(resume_from_checkpoint=resume)
     history = trainer.state.log_history
@@ -100,8 +102,6 @@ def _plain(rank, world, folder, runs):
 
 
 def _sharded(rank, world, folder, cases, want):
-    from accelerate.parallelism_config import ParallelismConfig
-
     from megatron_tree.integrations.transformers.train.trainer import Trainer
 
     for collator, lora, sp_size, fsdp, sizes in cases:
@@ -159,14 +159,8 @@ def _check(tmp_path, cases):
 
 def _accelerated(rank, world):
     """(losses, weights) of a loop with Accelerator; what is said where it removes masks; whose samples a rank got."""
-    from accelerate import Accelerator
-    from accelerate.big_modeling import _attach_context_parallel_hooks
-    from accelerate.state import AcceleratorState
-    from torch.utils.data import DataLoader
-
     from megatron_tree.integrations.transformers import register_sequence_parallel
     from megatron_tree.integrations.transformers.train.accelerated import prepare_data_loader
-    from support.hf_models import tiny_model
 
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator, model = Accelerator(cpu=True), tiny_model("llama").train()
@@ -188,10 +182,7 @@ def _accelerated(rank, world):
 
 
 def _refusals(rank, world, folder):
-    from accelerate.parallelism_config import ParallelismConfig
-
     from megatron_tree.integrations.transformers.train.trainer import Trainer
-    from support.hf_models import tiny_model
 
     said = []
     for options in (

@@ -12,7 +12,10 @@ from support.ranks import largest, run_distributed
 from support.trainers import ADDRESS, ARGUMENTS
 
 pytest.importorskip("accelerate")
-transformers = pytest.importorskip("transformers")
+from accelerate.state import AcceleratorState
+
+import transformers
+from support.hf_models import tiny_model
 
 SAME = 4e-6
 BF16 = 0.02
@@ -85,10 +88,6 @@ EVALUATED = {"mean": {}, "flat": {}, "own_loss": {}, "local": LOCAL, "local_own_
 
 
 def _make(name, trainer_class, folder, data, **options):
-    from accelerate.state import AcceleratorState
-
-    from support.hf_models import tiny_model
-
     multiprocessing.current_process()._config["daemon"] = False  # a loader's workers are its processes
     AcceleratorState._reset_state(reset_partial_state=True)
     arguments = OPTIONS | options.pop("arguments")

@@ -5,18 +5,17 @@ import torch
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
+import transformers
+from megatron_tree import TreeConfig
+from support.hf_models import SHAPE, prompt
 from support.ranks import run_distributed
-
-transformers = pytest.importorskip("transformers")
 
 LIMIT_S = 4.0
 
 
 def _uneven(rank, world, sp_size, what):
     """The error of this rank; the ranks of the last sequence group have fewer batches, or leave a backward out."""
-    from megatron_tree import TreeConfig
     from megatron_tree.integrations.transformers import register_sequence_parallel
-    from support.hf_models import SHAPE, prompt
 
     torch.manual_seed(1)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))

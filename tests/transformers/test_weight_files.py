@@ -4,17 +4,13 @@ import json
 
 import pytest
 import torch
-
-from support.processes import own_bytes
-
-pytest.importorskip("transformers")
-
 from safetensors.torch import load_file, save_file
 
 import transformers
 from megatron_tree.integrations.transformers.infer.split_model import empty_model, read_pieces
 from megatron_tree.integrations.transformers.infer.weight_layout import plan_layout
 from support.hf_models import tiny_model
+from support.processes import own_bytes
 
 
 def _check_pieces(model, layout, whole):
