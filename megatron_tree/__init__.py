@@ -6,12 +6,13 @@ from .attention.functional import tree_attn_func, tree_attn_varlen_func
 from .attention.prefill import tree_prefill
 from .attention.selection import tree_select_func
 from .attention.sequences import dispatch_documents, dispatch_prefix_tree, shard_sequence, unshard_sequence
-from .config import AttnSlice, TreeConfig
+from .config import TreeConfig
 from .errors import CommError, TreeError
 from .layout import PrefixTree, document_positions, packed_layout, prefix_tree, shard_positions
 from .recurrence.halo import tree_convolution, tree_halo
 from .recurrence.layer import Decay, tree_recurrence
 from .recurrence.scan import tree_scan
+from .spec import AttnSlice
 
 __version__ = "0.1.0"
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .config import Dropout
+from .spec import Dropout
 
 ROUNDS = 7
 _WORD = 0xFFFFFFFF

@@ -24,7 +24,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .config import AttnSpec
+from .spec import AttnSpec
 
 NEG_INF = float("-inf")
 

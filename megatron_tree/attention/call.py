@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from .. import comm
-from ..config import AttnSpec, MaskBounds, TreeConfig
+from ..config import TreeConfig
 from ..kernels import Backend
 from ..layout import Dispatched, Packed, Segment, Sharding, by_document, join, visible_rows
 from ..log import say_once
 from ..plan import Arrangement, Mask, PassPlan, Shape, Topology, TrainingPlan, plan_training
+from ..spec import AttnSpec, MaskBounds
 from .cell import Cell, SelectedKeys, wire_dtype
 from .rows import TeamRows, VisibleRows
 from .tuning import Stopwatch, tuned_plan

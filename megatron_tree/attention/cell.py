@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..config import AttnSpec, TreeConfig
+from ..config import TreeConfig
 from ..kernels import Backend
 from ..merge import (
     State,
@@ -40,6 +40,7 @@ from ..merge import (
     unpack_statistics,
 )
 from ..plan import Stages
+from ..spec import AttnSpec
 from .heads import HeadChunk
 from .rows import HeadRows, Segments, TeamRows, VisibleRows
 

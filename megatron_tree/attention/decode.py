@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from .. import comm, kernels
-from ..config import AttnSpec, TreeConfig
+from ..config import TreeConfig
 from ..kernels import KVCache, SharedPages
 from ..log import say_once
 from ..merge import merge_sinks, state_dtype
 from ..plan import DecodePlan, Topology, plan_decode
 from ..plan.cost import placed_topology
 from ..plan.decode import exchanges_queries, projects_first
+from ..spec import AttnSpec
 from .derivatives import check_tangents, in_torch, only_backward
 from .head_shares import all_heads_of, check_head_shares, gather_heads, has_all_heads, slice_of
 from .spec import autocast, make_spec

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from .. import comm, kernels
-from ..config import SELECT_SCHEDULES, AttnSpec, TreeConfig, check_choice, integer
+from ..config import SELECT_SCHEDULES, TreeConfig, check_choice, integer
 from ..kernels import KVCache
 from ..log import say_once
 from ..merge import NO_ENTRY, ListReducer
 from ..plan import plan_select
+from ..spec import AttnSpec
 from .derivatives import check_tangents
 from .validate import DTYPES, check_cache, check_device, check_finite_index, check_seen_slots, describe
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import comm, kernels
-from ..config import AttnSlice, AttnSpec, TreeConfig, check_choice
+from ..config import TreeConfig, check_choice
 from ..layout import (
     LAYOUTS,
     Dispatched,
@@ -30,6 +30,7 @@ from ..layout import (
     shard_lengths,
 )
 from ..plan import Shape
+from ..spec import AttnSlice, AttnSpec
 from . import passes
 from .autograd import attention, goes_backward
 from .call import AttentionCall, PlannedAttention

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import comm
-from ..config import AttnSpec
 from ..plan import HeadSplit
+from ..spec import AttnSpec
 
 
 class HeadChunk(NamedTuple):

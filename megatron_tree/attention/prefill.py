@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from .. import comm, kernels
-from ..config import AttnSpec, TreeConfig, check_pair, check_positive
+from ..config import TreeConfig, check_pair, check_positive
 from ..kernels import KVCache
 from ..layout import Segment, in_chunks
 from ..merge import State, join_heads, merge_into, merge_sinks, round_state, state_dtype
 from ..plan import CallSizes, check_grid, chunk_sizes, grids, plan_prefill_grid, run_stages
+from ..spec import AttnSpec
 from .call import neighbours
 from .cell import Cell, CellForward, SelectedKeys, wire_dtype
 from .derivatives import check_tangents, in_torch

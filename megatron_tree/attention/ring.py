@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import comm
-from ..config import AttnSpec
 from ..merge import empty_state, merge_into, state_dtype
 from ..plan import PassPlan, Stages
+from ..spec import AttnSpec
 from .call import PlannedAttention
 from .cell import Residuals
 

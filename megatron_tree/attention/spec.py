@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..config import SLICES, AttnSlice, AttnSpec, Dropout, integer, integers
+from ..config import integer, integers
 from ..layout import Dispatched, Packed, ReadOnce, Sharding
+from ..spec import SLICES, AttnSlice, AttnSpec, Dropout
 
 _NOTHING = contextlib.nullcontext()
 _CAST = (torch.float32, torch.bfloat16, torch.float16)

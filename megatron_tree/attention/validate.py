@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from ..comm import Ranks
-from ..config import DECODE_SCHEDULES, AttnSpec, TreeConfig, check_choice, integer, integers
+from ..config import DECODE_SCHEDULES, TreeConfig, check_choice, integer, integers
 from ..kernels import KVCache
 from ..layout import Packed, Segment, Sharding, sequences_of
+from ..spec import AttnSpec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -19,9 +19,9 @@ import torch
 from .. import comm
 from ..calibrate import calibrate
 from ..calibrate.kernel_cases import DTYPES, WrongResult
-from ..config import AttnSpec
 from ..emulate import Cluster
 from ..plan import Topology, save_topology
+from ..spec import AttnSpec
 from ..units import parse_bits_per_second, parse_count, parse_nodes_by_ranks, parse_seconds
 from .accelerator import ACCELERATOR, Speed
 from .results import Measurement, Results, measurements, metadata, plots, progress_bar, table_of, with_ratios

@@ -30,9 +30,10 @@ from ..calibrate.kernel_cases import (
     truth_of,
 )
 from ..comm import group_rank, group_size
-from ..config import AttnSpec, TreeConfig
+from ..config import TreeConfig
 from ..kernels import KVCache
 from ..layout import Segment, shard_positions
+from ..spec import AttnSpec
 from .tasks import NotHere
 
 RANKS = 2

@@ -16,11 +16,11 @@ from torch import Tensor
 from .. import energy, kernels
 from ..cache.pages import quantize
 from ..calibrate.kernel_cases import RULE, WrongResult, in_pages
-from ..config import AttnSpec, Dropout
 from ..dropout import keep_weights
 from ..duals import dual, halves
 from ..kernels import KVCache
 from ..layout import Segment, positions_of, sequences_of
+from ..spec import AttnSpec, Dropout
 
 NEG_INF = float("-inf")
 ONE = ((Segment(0, 0, 200),), (Segment(0, 0, 200),), 200, 200)  # segments of queries, of keys, rows of each

@@ -15,12 +15,13 @@ from torch import Tensor
 from .. import energy, kernels
 from ..attention.functional import tree_attn_func
 from ..calibrate.kernel_cases import DTYPES, relative_error
-from ..config import AttnSpec, TreeConfig
+from ..config import TreeConfig
 from ..duals import dual
 from ..kernels import reference
 from ..layout import Segment, shard_positions, shard_segments
 from ..plan import Shape, Topology, TrainingPlan, place, plan_training
 from ..plan.sizes import DUAL_PRODUCTS
+from ..spec import AttnSpec
 from . import cases
 from .accelerator import attention_flops, visible_pairs
 from .cases import Bench, Case, Machines, Settings

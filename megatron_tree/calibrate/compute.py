@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from ..attention.functional import tree_attn_func
 from ..comm import Transfer
-from ..config import AttnSpec, TreeConfig
+from ..config import TreeConfig
 from ..kernels import KVCache, attn_decode, attn_fwd
 from ..layout import Segment
+from ..spec import AttnSpec
 from .links import Links, now
 
 REPEATS = 5

@@ -19,10 +19,10 @@ from torch.utils.benchmark import Timer
 
 from .. import kernels
 from ..cache.pages import LayerPages, quantize
-from ..config import AttnSpec
 from ..kernels import KVCache, fastest
 from ..kernels.libraries import LIBRARIES
 from ..layout import Segment
+from ..spec import AttnSpec
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PAGE = 64  # tokens of a page

@@ -17,10 +17,11 @@ import torch
 import megatron_tree
 
 from ..comm import shared
-from ..config import TREE_CP_COMM_TYPES, AttnSpec, default_config
+from ..config import TREE_CP_COMM_TYPES, default_config
 from ..kernels import choose
 from ..launching import missing_package
 from ..plan import Shape
+from ..spec import AttnSpec
 
 OK, NOTE, MISSING = "ok", "note", "missing"
 _MARKS = {OK: " ", NOTE: "-", MISSING: "!"}

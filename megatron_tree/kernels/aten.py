@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..config import AttnSpec
 from ..layout import Segment, join
 from ..merge import NEG_INF, empty_state, merge_into, state_dtype
+from ..spec import AttnSpec
 from .blocks import DIAGONAL, FULL, MASKED, Block, split
 from .kv_cache import KVCache, begins, decode_masked
 from .masks import window_mask

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from .. import merge
-from ..config import AttnSpec
 from ..log import say_once
+from ..spec import AttnSpec
 from . import fastest, ranges
 from .kv_cache import KVCache, decode_shared
 from .libraries import LIBRARIES, Library

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..config import AttnSpec
 from ..layout import Segment
+from ..spec import AttnSpec
 
 FULL, DIAGONAL, MASKED = "full", "diagonal", "masked"
 STRIP = 512  # query rows per masked block: bounds the mask's memory

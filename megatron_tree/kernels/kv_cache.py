@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..config import AttnSpec
 from ..merge import merge_packed, pack_state, state_dtype
+from ..spec import AttnSpec
 from .masks import alibi_bias, window_mask
 
 MOST_GATHERED = 1 << 25  # numbers of keys that are copied at a time

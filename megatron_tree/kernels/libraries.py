@@ -16,7 +16,7 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
-from ..config import AttnSpec
+from ..spec import AttnSpec
 from . import aten
 from .blocks import DIAGONAL
 

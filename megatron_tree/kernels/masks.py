@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..config import AttnSpec
+from ..spec import AttnSpec
 
 
 def window_mask(q_positions: Tensor, k_positions: Tensor, spec: AttnSpec) -> Tensor:

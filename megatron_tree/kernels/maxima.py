@@ -12,9 +12,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..config import AttnSpec
 from ..duals import halves
 from ..merge import NEG_INF, state_dtype
+from ..spec import AttnSpec
 from .blocks import FULL, Block, split
 from .masks import window_mask
 from .reference import logits

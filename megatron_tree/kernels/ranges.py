@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..config import AttnSlice, AttnSpec
 from ..layout import Segment
 from ..merge import empty_state, merge_into, state_dtype
+from ..spec import AttnSlice, AttnSpec
 
 
 class SliceGroup(NamedTuple):

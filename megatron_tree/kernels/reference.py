@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ..config import AttnSpec
 from ..dropout import keep_weights
 from ..duals import dual_product, halves, swapped
 from ..layout import positions_of, sequences_of
 from ..merge import NEG_INF, empty_state, state_dtype
+from ..spec import AttnSpec
 from .kv_cache import KVCache, decode_masked
 from .masks import SelectedKeys, alibi_bias, window_mask
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ..arguments import checked
-from ..config import AttnSlice, check_positive, integers
+from ..config import check_positive, integers
+from ..spec import AttnSlice
 from .dispatch import TreeRun
 
 NO_LABEL = -100

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..config import MaskBounds
+from ..spec import MaskBounds
 
 
 class Segment(NamedTuple):

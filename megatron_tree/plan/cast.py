@@ -6,8 +6,8 @@ from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..config import MaskBounds
 from ..layout import Sharding, by_document, visible_rows
+from ..spec import MaskBounds
 from .arrangement import Arrangement, HeadSplit
 from .cost import Phase, PlacedTopology, Stage, spread
 from .plans import Cost, PassPlan

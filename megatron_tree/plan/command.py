@@ -6,8 +6,8 @@ import argparse
 import json
 import sys
 
-from ..config import MaskBounds
 from ..layout import Sharding, shard_lengths, spread_documents
+from ..spec import MaskBounds
 from ..units import format_bytes, format_seconds, parse_bytes, parse_count
 from .bound import least_bytes
 from .cast import Mask

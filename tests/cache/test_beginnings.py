@@ -7,8 +7,8 @@ import torch.distributed as dist
 from megatron_tree import TreeConfig, energy, tree_decode
 from megatron_tree.cache import ShardedCache, quantize, sharded
 from megatron_tree.cache.prefixes import common_beginnings
-from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import KVCache, SharedPages, attn_decode, backends
+from megatron_tree.spec import AttnSpec
 from support.ranks import largest, run_distributed
 from support.rounding import error, rounding
 

@@ -18,8 +18,8 @@ from megatron_tree import (
     unshard_sequence,
 )
 from megatron_tree.attention.validate import check_runs, check_segments
-from megatron_tree.config import AttnSpec
 from megatron_tree.layout import Packed, Segment
+from megatron_tree.spec import AttnSpec
 from support.attention import make_inputs, make_slopes, oracle
 from support.decoding import cached_oracle, decode_inputs, decode_oracle
 from support.ranks import largest, on_ranks, run_distributed

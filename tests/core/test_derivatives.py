@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 
 from megatron_tree import TreeConfig, comm, energy, shard_positions, tree_attn_func, tree_decode, tree_prefill
-from megatron_tree.config import AttnSpec
 from megatron_tree.layout import Segment
 from megatron_tree.plan import Shape, grids
+from megatron_tree.spec import AttnSpec
 from support.attention import configs, make_inputs, make_sinks
 from support.plans import training
 from support.ranks import on_ranks, run_distributed

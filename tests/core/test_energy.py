@@ -9,8 +9,8 @@ import torch
 
 import megatron_tree
 from megatron_tree import energy, tree_attn_func
-from megatron_tree.config import AttnSpec, Dropout
 from megatron_tree.dropout import keep_weights
+from megatron_tree.spec import AttnSpec, Dropout
 
 VARIANTS = {
     "full": dict(causal=False),
@@ -122,7 +122,7 @@ def test_the_oracle_shares_no_code_with_what_it_judges():
                 yield from (f"{node.module or ''}.{alias.name}" for alias in node.names)
 
     own = set(imported(package / "energy.py"))
-    assert own == {"__future__.annotations", "torch", "torch.Tensor", "config.AttnSpec"}
+    assert own == {"__future__.annotations", "torch", "torch.Tensor", "spec.AttnSpec"}
     judged = [package / "merge.py", *(package / "kernels").rglob("*.py"), *(package / "attention").rglob("*.py")]
     assert len(judged) > 20
     for path in judged:

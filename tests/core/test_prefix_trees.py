@@ -16,9 +16,9 @@ from megatron_tree import (
     shard_positions,
     tree_attn_func,
 )
-from megatron_tree.config import AttnSpec
 from megatron_tree.kernels.ranges import slice_groups
 from megatron_tree.layout import spread_tree
+from megatron_tree.spec import AttnSpec
 from support.attention import make_inputs, seen_in
 from support.prefix_trees import grown, in_a_tree
 from support.ranks import largest, on_ranks, run_distributed

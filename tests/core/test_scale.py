@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from megatron_tree import kernels
-from megatron_tree.config import AttnSpec, Dropout
 from megatron_tree.kernels import KVCache
 from megatron_tree.kernels.triton import decode as triton_decode
 from megatron_tree.kernels.triton import host
 from megatron_tree.kernels.triton import merge as triton_merge
 from megatron_tree.layout import Segment
+from megatron_tree.spec import AttnSpec, Dropout
 from support.rounding import assert_near
 
 pytestmark = pytest.mark.skipif(

@@ -21,9 +21,9 @@ from megatron_tree import (
 from megatron_tree.attention import selection
 from megatron_tree.attention.selection import tree_select_prefill
 from megatron_tree.comm import traffic
-from megatron_tree.config import AttnSpec
 from megatron_tree.layout import document_positions
 from megatron_tree.plan import grids
+from megatron_tree.spec import AttnSpec
 from support.attention import configs, make_inputs, make_sinks, run_call, worst_error
 from support.ranks import on_ranks
 

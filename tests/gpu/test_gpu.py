@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from megatron_tree import energy, kernels
-from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import KVCache, fastest
 from megatron_tree.layout import Segment
+from megatron_tree.spec import AttnSpec
 
 pytestmark = [
     pytest.mark.gpu,

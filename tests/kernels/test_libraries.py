@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megatron_tree import energy, kernels
-from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import aten, backends, fastest, libraries
 from megatron_tree.layout import Segment, positions_of
+from megatron_tree.spec import AttnSpec
 from support.blocks import CELLS, masks_of
 from support.rounding import assert_near
 from support.triton_inputs import inputs

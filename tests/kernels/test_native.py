@@ -9,8 +9,8 @@ import torch
 
 from megatron_tree import energy, kernels
 from megatron_tree.cache import quantize
-from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import KVCache, aten, native, reference
+from megatron_tree.spec import AttnSpec
 from support.attention import distances, make_slopes, slopes_of
 from support.decoding import decode_inputs
 from support.paging import paged

@@ -6,9 +6,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import TreeConfig, energy, kernels, tree_attn_func, tree_attn_varlen_func, tree_decode
-from megatron_tree.config import DECODE_SCHEDULES, AttnSpec
+from megatron_tree.config import DECODE_SCHEDULES
 from megatron_tree.kernels import KVCache
 from megatron_tree.layout import Segment, shard_positions
+from megatron_tree.spec import AttnSpec
 from support import extreme_values as edge
 from support.attention import configs
 from support.blocks import Cell, masks_of, spoil_padding

@@ -5,8 +5,8 @@ import torch
 
 from megatron_tree import energy, kernels
 from megatron_tree.cache import quantize
-from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import KVCache
+from megatron_tree.spec import AttnSpec
 from support.decoding import decode_inputs
 from support.paging import paged
 from support.rounding import assert_near

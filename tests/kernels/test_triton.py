@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import TreeConfig, energy, kernels, merge, shard_positions, tree_attn_func, tree_decode
-from megatron_tree.config import AttnSpec
 from megatron_tree.kernels.triton import attn_delta, configs, host
 from megatron_tree.layout import Segment
+from megatron_tree.spec import AttnSpec
 from support.blocks import CELLS, check_block
 from support.ranks import largest, run_distributed
 from support.rounding import assert_near, error, rounding

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megatron_tree import energy
-from megatron_tree.config import AttnSpec
 from megatron_tree.kernels.triton import attn_delta, host
 from megatron_tree.layout import Segment
+from megatron_tree.spec import AttnSpec
 from support.triton_inputs import inputs
 
 pytestmark = pytest.mark.ptx

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import AttnSlice, TreeConfig, energy, shard_positions, tree_attn_func
-from megatron_tree.config import AttnSpec
 from megatron_tree.dropout import keep_weights
 from megatron_tree.layout import shard_lengths
 from megatron_tree.plan import grids
+from megatron_tree.spec import AttnSpec
 from support.ranks import largest
 
 

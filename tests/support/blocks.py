@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from megatron_tree import dropout, energy, kernels
-from megatron_tree.config import AttnSpec
 from megatron_tree.layout import Segment, gathered_segments, positions_of, sequences_of
+from megatron_tree.spec import AttnSpec
 from support.attention import distances
 from support.ranks import largest
 from support.rounding import rounding

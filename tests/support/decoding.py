@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from megatron_tree import energy, tree_prefill
 from megatron_tree.cache import ShardedCache
-from megatron_tree.config import AttnSpec
+from megatron_tree.spec import AttnSpec
 from support.attention import distances, slopes_of
 
 

@@ -5,7 +5,6 @@ import itertools
 import torch
 from hypothesis import strategies as st
 
-from megatron_tree.config import SLICES, AttnSlice
 from megatron_tree.layout import (
     Dispatched,
     Packed,
@@ -15,6 +14,7 @@ from megatron_tree.layout import (
     shard_segments,
     spread_documents,
 )
+from megatron_tree.spec import SLICES, AttnSlice
 from support.attention import seen_in
 
 

@@ -16,9 +16,9 @@ from megatron_tree.bench.accelerator import Accelerator, Speed, UnseenInput, vis
 from megatron_tree.bench.results import Measurement, draw, plots
 from megatron_tree.bench.timing import LocalRanks, Meeting, PeakMemory
 from megatron_tree.comm.shared import SharedMemory
-from megatron_tree.config import AttnSpec
 from megatron_tree.kernels import reference
 from megatron_tree.layout import Segment
+from megatron_tree.spec import AttnSpec
 from support.assumed_links import assume_links
 from support.emulation import emulated
 

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from ...attention.decode import tree_decode
 from ...attention.functional import tree_attn_func
 from ...comm import outside_graphs
-from ...config import AttnSlice
+from ...spec import AttnSlice
 from .architectures import check_replaceable
 from .families.chunked import chunk_size, has_temperature, with_temperature
 from .families.images import ImageMask, image_mask, state_ahead

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...compiled import NotCompiled, compiled
-from ...config import AttnSpec
+from ...spec import AttnSpec
 from ..kv_cache import KVCache
 
 CHUNK, SELECTED_CHUNK = 1024, 256  # slots of a task

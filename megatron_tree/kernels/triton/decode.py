@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...config import AttnSpec
+from ...spec import AttnSpec
 from ..kv_cache import KVCache
 from . import common, configs, host
 from .common import LOG2E, alibi, cap_logits, dot, head_of, softmax_end, softmax_step

@@ -10,8 +10,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ... import dropout
-from ...config import AttnSpec
 from ...merge import NEG_INF, empty_state
+from ...spec import AttnSpec
 from . import bwd, common, configs, fwd
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -30,9 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ....attention.functional import tree_attn_func
-from ....config import AttnSlice
 from ....generation.images import outside, runs_of
 from ....merge import State, empty_state
+from ....spec import AttnSlice
 from ..train.batch_shards import OF_IMAGES, SequenceShard, current_shard
 
 KNOWN = ("inputs_embeds", "position_ids", "attention_mask", "visual_pos_masks", "deepstack_visual_embeds")
