@@ -24,7 +24,7 @@ examples:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    from megatron_tree.units import parse_bits_per_second, parse_seconds
+    from megatron_tree.core.units import parse_bits_per_second, parse_seconds
 
     parser = argparse.ArgumentParser(
         prog="emulate.py",
@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
     script = args.script[1:] if args.script[:1] == ["--"] else args.script
-    from megatron_tree.emulate import Cluster, Unavailable
+    from megatron_tree.tools.emulate import Cluster, Unavailable
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:

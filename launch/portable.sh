@@ -21,7 +21,7 @@ TEMPORARY="$(mktemp -d)"
 trap 'rm -rf "$TEMPORARY"' EXIT
 
 # Our C sources are compiled for x86-64, not for this processor; the libraries kept for this one are left alone.
-for name in cc gcc clang; do # as megatron_tree/compiled.py
+for name in cc gcc clang; do # as megatron_tree/core/compiled.py
     compiler="$(command -v "$name")" || continue
     printf '#!/usr/bin/env bash\nexec %q "${@/#-march=native/-march=x86-64}"\n' "$compiler" >"$TEMPORARY/cc"
     chmod +x "$TEMPORARY/cc"

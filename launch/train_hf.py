@@ -42,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def check_arguments(args: argparse.Namespace, world_size: int) -> None:
     """Raises: ValueError that names the option. Reads the DeepSpeed configuration."""
-    from megatron_tree.files import read_deepspeed_config
+    from megatron_tree.core.files import read_deepspeed_config
 
     for name in ("seq_length", "micro_batch_size", "steps", "save_interval"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
@@ -60,7 +60,7 @@ def load(args: argparse.Namespace):
 
     import transformers
     from megatron_tree.integrations.transformers import models
-    from megatron_tree.training.data import VOCAB_SIZE, PackedText, load_text, text_files
+    from megatron_tree.tools.training.data import VOCAB_SIZE, PackedText, load_text, text_files
 
     if args.model == "tiny":
         torch.manual_seed(args.seed)
@@ -114,11 +114,12 @@ def run(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron_tree import TreeConfig, comm
+    from megatron_tree import TreeConfig
+    from megatron_tree.core import comm
     from megatron_tree.integrations.deepspeed.inference import init_distributed
     from megatron_tree.integrations.deepspeed.training import save_checkpoint
     from megatron_tree.launching import together
-    from megatron_tree.training.data import microbatch_indices
+    from megatron_tree.tools.training.data import microbatch_indices
 
     device = init_distributed()
     with together(args, comm.Ranks.of(dist.group.WORLD, config=TreeConfig())):

@@ -38,7 +38,7 @@ def sequences_of(options: Options, tokenizer) -> list[dict]:
     """Blocks of seq_length tokens of the text, one file after the other."""
     import torch
 
-    from megatron_tree.training.data import text_files
+    from megatron_tree.tools.training.data import text_files
 
     enough, tokens = options.sequences * options.seq_length, []
     for path in text_files(options.data_path):
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
     import torch
     import torch.distributed as dist
 
-    from megatron_tree.comm import Ranks
+    from megatron_tree.core.comm import Ranks
     from megatron_tree.integrations.transformers import models
     from megatron_tree.integrations.transformers.train.trainer import (
         Trainer,  # instead of: from transformers import Trainer

@@ -1,18 +1,18 @@
 """Tree Attention for Megatron-core and DeepSpeed: exact attention over a sequence sharded across ranks."""
 
-from .attention.decode import tree_decode
-from .attention.decode_select import tree_select
-from .attention.functional import tree_attn_func, tree_attn_varlen_func
-from .attention.prefill import tree_prefill
-from .attention.selection import tree_select_func
-from .attention.sequences import dispatch_documents, dispatch_prefix_tree, shard_sequence, unshard_sequence
-from .config import TreeConfig
-from .errors import CommError, TreeError
-from .layout import PrefixTree, document_positions, packed_layout, prefix_tree, shard_positions
-from .recurrence.halo import tree_convolution, tree_halo
-from .recurrence.layer import Decay, tree_recurrence
-from .recurrence.scan import tree_scan
-from .spec import AttnSlice
+from .core.attention.decode import tree_decode
+from .core.attention.decode_select import tree_select
+from .core.attention.functional import tree_attn_func, tree_attn_varlen_func
+from .core.attention.prefill import tree_prefill
+from .core.attention.selection import tree_select_func
+from .core.attention.sequences import dispatch_documents, dispatch_prefix_tree, shard_sequence, unshard_sequence
+from .core.config import TreeConfig
+from .core.errors import CommError, TreeError
+from .core.layout import PrefixTree, document_positions, packed_layout, prefix_tree, shard_positions
+from .core.recurrence.halo import tree_convolution, tree_halo
+from .core.recurrence.layer import Decay, tree_recurrence
+from .core.recurrence.scan import tree_scan
+from .core.spec import AttnSlice
 
 __version__ = "0.1.0"
 

@@ -18,15 +18,19 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command("training.command:train", "train a GPT with Megatron-core and context parallelism", True),
-    "generate": Command("serving.command:generate", "ask a model about a long text, or answer a file of prompts", True),
-    "chat": Command("serving.command:chat", "chat with a model in the terminal", True),
-    "serve": Command("serving.command:serve", "serve a model over HTTP with OpenAI's API", True),
-    "convert": Command("convert.command:main", "Hugging Face weights to a Megatron checkpoint, and back"),
-    "plan": Command("plan.command:main", "what a call, a pass or a decode step sends, computes and takes"),
-    "doctor": Command("doctor.command:main", "what is installed, what would run, what is missing"),
-    "calibrate": Command("calibrate.command:main", "measure a cluster, and write its topology for the planner", True),
-    "bench": Command("bench.command:main", "benchmarks, which check their results first"),
+    "train": Command("tools.training.command:train", "train a GPT with Megatron-core and context parallelism", True),
+    "generate": Command(
+        "inference.serving.command:generate", "ask a model about a long text, or answer a file of prompts", True
+    ),
+    "chat": Command("inference.serving.command:chat", "chat with a model in the terminal", True),
+    "serve": Command("inference.serving.command:serve", "serve a model over HTTP with OpenAI's API", True),
+    "convert": Command("tools.convert.command:main", "Hugging Face weights to a Megatron checkpoint, and back"),
+    "plan": Command("core.plan.command:main", "what a call, a pass or a decode step sends, computes and takes"),
+    "doctor": Command("tools.doctor.command:main", "what is installed, what would run, what is missing"),
+    "calibrate": Command(
+        "tools.calibrate.command:main", "measure a cluster, and write its topology for the planner", True
+    ),
+    "bench": Command("tools.bench.command:main", "benchmarks, which check their results first"),
 }
 USAGE = "usage: megatron-tree COMMAND [options]      megatron-tree COMMAND --help"
 

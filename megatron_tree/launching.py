@@ -18,9 +18,9 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import NoReturn
 
-from .errors import CommError, TreeError
-from .files import NotWritten, digest_of, read_yaml
-from .log import logger
+from .core.errors import CommError, TreeError
+from .core.files import NotWritten, digest_of, read_yaml
+from .core.log import logger
 
 RANK_0_FIRST_S = 15.0  # seconds for which the other ranks let rank 0 print an error and exit
 LAST_WORDS_S = 60.0  # for which a rank that has failed lets the others come and hear of it
@@ -191,8 +191,8 @@ def together(args: argparse.Namespace, ranks):
     Raises on every rank: ``ValueError`` for options that differ, and for a ``ValueError`` or an ``OSError`` of another
         rank, a `TreeError` for other errors there; `CommError` naming the ranks that don't come in time.
     """
-    from .comm import Ranks
-    from .comm.wire import share_all
+    from .core.comm import Ranks
+    from .core.comm.wire import share_all
 
     options = {name: repr(value) for name, value in vars(args).items() if name not in NOT_COMPARED}
     try:

@@ -19,8 +19,8 @@ import contextlib
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import comm
-from ..config import TreeConfig
+from ..core import comm
+from ..core.config import TreeConfig
 from .transformers import shard_batch, train_on_shards
 from .transformers.train.batch_shards import IGNORED
 

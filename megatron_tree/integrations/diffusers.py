@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import comm
-from ..attention.derivatives import has_tangents
-from ..attention.functional import tree_attn_func
-from ..config import TreeConfig
+from ..core import comm
+from ..core.attention.derivatives import has_tangents
+from ..core.attention.functional import tree_attn_func
+from ..core.config import TreeConfig
 
 try:
     from diffusers import ContextParallelConfig

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .. import comm
-from ..attention.functional import tree_attn_func, tree_attn_varlen_func
-from ..attention.sequences import unshard_sequence
-from ..config import TreeConfig
+from ..core import comm
+from ..core.attention.functional import tree_attn_func, tree_attn_varlen_func
+from ..core.attention.sequences import unshard_sequence
+from ..core.config import TreeConfig
 
 try:
     from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention

@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import TreeConfig, energy, tree_decode
-from megatron_tree.cache import ShardedCache, quantize, sharded
-from megatron_tree.cache.prefixes import common_beginnings
-from megatron_tree.kernels import KVCache, SharedPages, attn_decode, backends
-from megatron_tree.spec import AttnSpec
+from megatron_tree import TreeConfig, tree_decode
+from megatron_tree.core import energy
+from megatron_tree.core.cache import ShardedCache, quantize, sharded
+from megatron_tree.core.cache.prefixes import common_beginnings
+from megatron_tree.core.kernels import KVCache, SharedPages, attn_decode, backends
+from megatron_tree.core.spec import AttnSpec
 from support.ranks import largest, run_distributed
 from support.rounding import error, rounding
 

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from megatron_tree.cache import LayerPages, RowBook, ShardedCache, quantize
-from megatron_tree.cache.pages import GROWTH
-from megatron_tree.cache.prefixes import page_keys
+from megatron_tree.core.cache import LayerPages, RowBook, ShardedCache, quantize
+from megatron_tree.core.cache.pages import GROWTH
+from megatron_tree.core.cache.prefixes import page_keys
 
 WINDOWS = [None, 5, None, 12]  # three kinds of layers
 

@@ -14,8 +14,8 @@ from support.ranks import run_distributed
 
 pytest.importorskip("transformers")
 
-from megatron_tree.cache import files as cache_files
-from megatron_tree.cache.files import load_rows, model_fingerprint, save_rows
+from megatron_tree.core.cache import files as cache_files
+from megatron_tree.core.cache.files import load_rows, model_fingerprint, save_rows
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.infer.generation import generate
 from megatron_tree.integrations.transformers.infer.runner import Runner

@@ -8,12 +8,13 @@ import torch.distributed as dist
 
 pytest.importorskip("transformers")
 
-from megatron_tree import CommError, TreeConfig, comm
-from megatron_tree.bench.device_checks import VOCAB, SmallRunner
-from megatron_tree.cache import graph
-from megatron_tree.cache.graph import check_runner
+from megatron_tree import CommError, TreeConfig
+from megatron_tree.core import comm
+from megatron_tree.core.cache import graph
+from megatron_tree.core.cache.graph import check_runner
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.infer.runner import Runner
+from megatron_tree.tools.bench.device_checks import VOCAB, SmallRunner
 from support.hf_architectures import SERVED, random_model
 from support.hf_models import tiny_model
 from support.ranks import largest, run_distributed

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import tree_decode, tree_prefill
-from megatron_tree.attention.spec import make_spec
-from megatron_tree.cache import ShardedCache, prefill_attention
-from megatron_tree.cache.forward import ForwardPass, forward_pass
-from megatron_tree.cache.latent import LatentHeads
-from megatron_tree.comm import traffic
-from megatron_tree.config import TreeConfig
-from megatron_tree.kernels import KVCache, attn_decode
-from megatron_tree.plan import grids, load_topology, place, plan_decode, plan_prefill_grid, save_topology
+from megatron_tree.core.attention.spec import make_spec
+from megatron_tree.core.cache import ShardedCache, prefill_attention
+from megatron_tree.core.cache.forward import ForwardPass, forward_pass
+from megatron_tree.core.cache.latent import LatentHeads
+from megatron_tree.core.comm import traffic
+from megatron_tree.core.config import TreeConfig
+from megatron_tree.core.kernels import KVCache, attn_decode
+from megatron_tree.core.plan import grids, load_topology, place, plan_decode, plan_prefill_grid, save_topology
 from support.ranks import largest, run_distributed
 from support.rounding import rounding
 

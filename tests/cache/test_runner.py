@@ -9,8 +9,8 @@ from support.ranks import largest, run_distributed
 
 pytest.importorskip("transformers")
 
-from megatron_tree.cache import prefill_attention
-from megatron_tree.cache.pages import GROWTH
+from megatron_tree.core.cache import prefill_attention
+from megatron_tree.core.cache.pages import GROWTH
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.infer.runner import Runner
 from support.hf_models import VOCAB, prompt, tiny_model, tree_model

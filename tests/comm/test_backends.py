@@ -6,9 +6,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers a backend "fake", for another device here
 
-from megatron_tree import CommError, TreeConfig, comm, shard_sequence, tree_attn_func, tree_decode
-from megatron_tree.comm.group import GroupState
-from megatron_tree.comm.wire import share_all
+from megatron_tree import CommError, TreeConfig, shard_sequence, tree_attn_func, tree_decode
+from megatron_tree.core import comm
+from megatron_tree.core.comm.group import GroupState
+from megatron_tree.core.comm.wire import share_all
 from support.ranks import as_launched, run_distributed
 
 CPU = torch.device("cpu")

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import CommError, TreeConfig, comm, tree_attn_func, tree_attn_varlen_func, tree_decode
-from megatron_tree.plan import Shape, grids
+from megatron_tree import CommError, TreeConfig, tree_attn_func, tree_attn_varlen_func, tree_decode
+from megatron_tree.core import comm
+from megatron_tree.core.plan import Shape, grids
 from support.plans import backward_words, forward_words
 from support.ranks import run_distributed
 

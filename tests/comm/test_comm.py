@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import CommError, TreeConfig, comm
-from megatron_tree.comm import work
-from megatron_tree.comm.group import GroupState
-from megatron_tree.kernels import merge_packed
+from megatron_tree import CommError, TreeConfig
+from megatron_tree.core import comm
+from megatron_tree.core.comm import work
+from megatron_tree.core.comm.group import GroupState
+from megatron_tree.core.kernels import merge_packed
 from support.bound import bound
 from support.ranks import largest, run_distributed
 from support.rounding import error, rounding

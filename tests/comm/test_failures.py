@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 import megatron_tree
-from megatron_tree import CommError, TreeConfig, comm, tree_attn_func
+from megatron_tree import CommError, TreeConfig, tree_attn_func
+from megatron_tree.core import comm
 from support.bound import bound
 from support.failing_ranks import (
     HOWS,
@@ -129,7 +130,7 @@ def _saves(rank, world, how, victim, folder):
 def test_a_save_of_training_is_named(how, victim, tmp_path):
     """Survivors of a save say who was lost in which save, in time, and the checkpoint before is in force."""
     pytest.importorskip("megatron.core", reason="saves are Megatron's")
-    from megatron_tree.training.checkpoint import TRACKER
+    from megatron_tree.tools.training.checkpoint import TRACKER
 
     write_text(tmp_path / "text")
     lost = (victim,) if how.startswith("SIG") else ()
@@ -186,7 +187,7 @@ def test_a_region_lets_shorter_waits_pass():
 
 def _half_of_a_message(rank, world, sender):
     """Ranks 0 and 2 wait for rank 1; rank 1 dies while a message between it and rank 0 is under way."""
-    from megatron_tree.comm.work import Mail
+    from megatron_tree.core.comm.work import Mail
 
     store, x = dist.distributed_c10d._get_default_store(), torch.zeros(64 << 20)
     dist.barrier()

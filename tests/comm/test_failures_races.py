@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import CommError, TreeConfig, comm, tree_attn_func, unshard_sequence
-from megatron_tree.comm.watchdog import Watchdog
+from megatron_tree import CommError, TreeConfig, tree_attn_func, unshard_sequence
+from megatron_tree.core import comm
+from megatron_tree.core.comm.watchdog import Watchdog
 from support.bound import bound
 from support.failing_ranks import IN_TIME, LIMIT, PATIENT, call, run_to_the_end, start_clock
 from support.ranks import run_distributed
@@ -140,7 +141,7 @@ def test_a_refusal_is_heard_in_every_call():
 def _out_of_memory_before(rank, world):
     attend()
     if rank == 1:
-        from megatron_tree.attention import functional as module
+        from megatron_tree.core.attention import functional as module
 
         def check_sinks(*_):
             raise MemoryError("no room")
@@ -316,7 +317,7 @@ def test_calls_leave_nothing_in_the_store():
 
 
 def _save_and_leave(rank, world, folder):
-    from megatron_tree.cache.files import model_fingerprint
+    from megatron_tree.core.cache.files import model_fingerprint
     from megatron_tree.integrations.transformers.attention import TreeCache
     from megatron_tree.integrations.transformers.infer.generation import generate
     from support.hf_models import prompt, tiny_model

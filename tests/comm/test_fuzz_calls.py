@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import CommError, TreeConfig, tree_attn_func, tree_decode, unshard_sequence
-from megatron_tree.comm import agreement
+from megatron_tree.core.comm import agreement
 from support.bound import bound
 from support.ranks import run_distributed
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import CommError, TreeConfig, comm, tree_attn_func, tree_decode
-from megatron_tree.comm.work import Mail
+from megatron_tree import CommError, TreeConfig, tree_attn_func, tree_decode
+from megatron_tree.core import comm
+from megatron_tree.core.comm.work import Mail
 from support.bound import bound
 from support.failing_ranks import IN_TIME
 from support.ranks import run_distributed

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import TreeConfig, tree_attn_func, tree_decode
-from megatron_tree.comm import Ranks, links
-from megatron_tree.comm.group import GroupState
-from megatron_tree.emulate import Cluster
-from megatron_tree.log import say_once
-from megatron_tree.plan import default_topology
+from megatron_tree.core.comm import Ranks, links
+from megatron_tree.core.comm.group import GroupState
+from megatron_tree.core.log import say_once
+from megatron_tree.core.plan import default_topology
+from megatron_tree.tools.emulate import Cluster
 from support.emulation import emulated
 from support.failing_ranks import LIMIT, run_to_the_end
 from support.ranks import run_distributed

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import TreeConfig, dispatch_documents, tree_attn_varlen_func
-from megatron_tree.comm import agreement
-from megatron_tree.comm.store import StoreClient
+from megatron_tree.core.comm import agreement
+from megatron_tree.core.comm.store import StoreClient
 from support.ranks import run_distributed
 
 FAST = TreeConfig(timeout_s=20)

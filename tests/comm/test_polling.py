@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import comm
-from megatron_tree.comm import store
-from megatron_tree.comm.watchdog import Watchdog
+from megatron_tree.core import comm
+from megatron_tree.core.comm import store
+from megatron_tree.core.comm.watchdog import Watchdog
 from support.failing_ranks import LIMIT, die, run_to_the_end, start_clock
 from support.ranks import run_distributed
 
@@ -61,7 +61,7 @@ def test_who_asks_less_often_has_longer_to_report():
 AT_THE_END = """
 import time
 import torch.distributed as dist
-from megatron_tree.comm.store import StoreClient
+from megatron_tree.core.comm.store import StoreClient
 
 def busy(store):
     end = time.monotonic() + 0.5

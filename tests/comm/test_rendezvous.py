@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron_tree import CommError
-from megatron_tree.comm import rendezvous
-from megatron_tree.log import logger
+from megatron_tree.core.comm import rendezvous
+from megatron_tree.core.log import logger
 from support.ranks import environment, run_distributed
 
 LIMIT_S = 3.0

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import CommError, TreeConfig, comm, tree_decode
-from megatron_tree.bench.device_checks import SmallRunner
-from megatron_tree.comm import shared, wire
-from megatron_tree.comm.group import GroupState
-from megatron_tree.energy import merge_by_energy
+from megatron_tree import CommError, TreeConfig, tree_decode
+from megatron_tree.core import comm
+from megatron_tree.core.comm import shared, wire
+from megatron_tree.core.comm.group import GroupState
+from megatron_tree.core.energy import merge_by_energy
+from megatron_tree.tools.bench.device_checks import SmallRunner
 from support.bound import bound
 from support.failing_ranks import IN_TIME, LIMIT, die, run_to_the_end, start_clock
 from support.ranks import run_distributed

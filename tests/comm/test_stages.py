@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_tree.plan import Stages, run_stages
+from megatron_tree.core.plan import Stages, run_stages
 
 ORDER = ("exchange", "gather", "receive", "attend", "advance", "give_back", "collect")
 

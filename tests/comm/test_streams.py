@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_tree import comm
-from megatron_tree.comm import collectives, work
+from megatron_tree.core import comm
+from megatron_tree.core.comm import collectives, work
 from support.bound import bound
 from support.ranks import run_distributed
 

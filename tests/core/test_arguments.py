@@ -7,7 +7,6 @@ import torch.distributed as dist
 
 from megatron_tree import (
     TreeConfig,
-    energy,
     packed_layout,
     shard_positions,
     shard_sequence,
@@ -17,9 +16,10 @@ from megatron_tree import (
     tree_prefill,
     unshard_sequence,
 )
-from megatron_tree.attention.validate import check_runs, check_segments
-from megatron_tree.layout import Packed, Segment
-from megatron_tree.spec import AttnSpec
+from megatron_tree.core import energy
+from megatron_tree.core.attention.validate import check_runs, check_segments
+from megatron_tree.core.layout import Packed, Segment
+from megatron_tree.core.spec import AttnSpec
 from support.attention import make_inputs, make_slopes, oracle
 from support.decoding import cached_oracle, decode_inputs, decode_oracle
 from support.ranks import largest, on_ranks, run_distributed

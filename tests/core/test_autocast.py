@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_tree import TreeConfig, shard_sequence, tree_attn_func, tree_attn_varlen_func, tree_decode, tree_prefill
-from megatron_tree.layout import Segment
+from megatron_tree.core.layout import Segment
 from support.ranks import run_distributed
 
 BF16 = torch.bfloat16

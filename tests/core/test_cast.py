@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import TreeConfig, comm, packed_layout, tree_attn_func
-from megatron_tree.layout import Segment, by_document, shard_segments, visible_rows
-from megatron_tree.spec import MaskBounds
+from megatron_tree import TreeConfig, packed_layout, tree_attn_func
+from megatron_tree.core import comm
+from megatron_tree.core.layout import Segment, by_document, shard_segments, visible_rows
+from megatron_tree.core.spec import MaskBounds
 from support.ranks import run_distributed
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_tree import tree_attn_func
-from megatron_tree.config import TreeConfig, default_config, read_config
+from megatron_tree.core.config import TreeConfig, default_config, read_config
 
 
 def written(folder, text):

@@ -7,7 +7,6 @@ import torch.distributed as dist
 from megatron_tree import (
     Decay,
     TreeConfig,
-    comm,
     shard_sequence,
     tree_attn_func,
     tree_attn_varlen_func,
@@ -17,7 +16,8 @@ from megatron_tree import (
     tree_select_func,
     unshard_sequence,
 )
-from megatron_tree.attention.selection import Blocks
+from megatron_tree.core import comm
+from megatron_tree.core.attention.selection import Blocks
 from support.attention import make_inputs, oracle
 from support.ranks import largest, on_ranks, run_distributed
 from support.recurrences import decaying

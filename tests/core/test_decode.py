@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import tree_decode
-from megatron_tree.config import DECODE_SCHEDULES
+from megatron_tree.core.config import DECODE_SCHEDULES
 from support.decoding import decode_inputs, decode_oracle, same_everywhere
 from support.ranks import largest, run_distributed
 from support.rounding import error, rounding

@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import TreeConfig, comm, energy, tree_decode, tree_select
-from megatron_tree.attention.decode import DecodeOptions, DecodeStep
-from megatron_tree.config import DECODE_SCHEDULES, SELECT_SCHEDULES
-from megatron_tree.kernels import KVCache
-from megatron_tree.plan import plan_select
-from megatron_tree.spec import AttnSpec
+from megatron_tree import TreeConfig, tree_decode, tree_select
+from megatron_tree.core import comm, energy
+from megatron_tree.core.attention.decode import DecodeOptions, DecodeStep
+from megatron_tree.core.config import DECODE_SCHEDULES, SELECT_SCHEDULES
+from megatron_tree.core.kernels import KVCache
+from megatron_tree.core.plan import plan_select
+from megatron_tree.core.spec import AttnSpec
 from support.decoding import decode_inputs, same_everywhere
 from support.paging import paged
 from support.ranks import largest, on_ranks, run_distributed

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
 
-from megatron_tree import TreeConfig, comm, energy, shard_positions, tree_attn_func, tree_decode, tree_prefill
-from megatron_tree.layout import Segment
-from megatron_tree.plan import Shape, grids
-from megatron_tree.spec import AttnSpec
+from megatron_tree import TreeConfig, shard_positions, tree_attn_func, tree_decode, tree_prefill
+from megatron_tree.core import comm, energy
+from megatron_tree.core.layout import Segment
+from megatron_tree.core.plan import Shape, grids
+from megatron_tree.core.spec import AttnSpec
 from support.attention import configs, make_inputs, make_sinks
 from support.plans import training
 from support.ranks import on_ranks, run_distributed
@@ -179,8 +180,8 @@ def test_there_are_no_third_derivatives():
 
 @pytest.mark.parametrize("name", ["cudnn", "fa3"])
 def test_libraries_have_first_derivatives_only(name):
-    from megatron_tree.kernels import Backend
-    from megatron_tree.kernels.libraries import LIBRARIES
+    from megatron_tree.core.kernels import Backend
+    from megatron_tree.core.kernels.libraries import LIBRARIES
 
     with pytest.raises(ValueError, match=f"backend='{name}' has first derivatives only"):
         Backend(name, "", LIBRARIES[name]).of_duals(torch.bfloat16, 64)

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_tree import TreeConfig, kernels, tree_decode
-from megatron_tree.kernels import KVCache
-from megatron_tree.kernels.triton.decode import SPLIT_KEYS
-from megatron_tree.layout import Segment
-from megatron_tree.merge import merge_sinks, unpack_state
-from megatron_tree.plan import default_topology, place, plan_decode
-from megatron_tree.spec import AttnSpec
+from megatron_tree import TreeConfig, tree_decode
+from megatron_tree.core import kernels
+from megatron_tree.core.kernels import KVCache
+from megatron_tree.core.kernels.triton.decode import SPLIT_KEYS
+from megatron_tree.core.layout import Segment
+from megatron_tree.core.merge import merge_sinks, unpack_state
+from megatron_tree.core.plan import default_topology, place, plan_decode
+from megatron_tree.core.spec import AttnSpec
 from support.attention import make_inputs, make_sinks
 from support.decoding import decode_inputs, same_everywhere
 from support.ranks import on_ranks, run_distributed

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from megatron_tree import (
     TreeConfig,
-    comm,
     dispatch_documents,
     document_positions,
     packed_layout,
@@ -19,9 +18,10 @@ from megatron_tree import (
     tree_attn_varlen_func,
     unshard_sequence,
 )
-from megatron_tree.layout import Dispatched, documents_over, shard_positions, spread_documents
-from megatron_tree.layout.segments import by_document, visible_rows
-from megatron_tree.spec import MaskBounds
+from megatron_tree.core import comm
+from megatron_tree.core.layout import Dispatched, documents_over, shard_positions, spread_documents
+from megatron_tree.core.layout.segments import by_document, visible_rows
+from megatron_tree.core.spec import MaskBounds
 from support.attention import make_inputs, make_sinks, oracle
 from support.ranks import largest, on_ranks, run_distributed
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import megatron_tree
-from megatron_tree import energy, tree_attn_func
-from megatron_tree.dropout import keep_weights
-from megatron_tree.spec import AttnSpec, Dropout
+from megatron_tree import tree_attn_func
+from megatron_tree.core import energy
+from megatron_tree.core.dropout import keep_weights
+from megatron_tree.core.spec import AttnSpec, Dropout
 
 VARIANTS = {
     "full": dict(causal=False),

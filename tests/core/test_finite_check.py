@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import TreeConfig, tree_attn_func, tree_attn_varlen_func, tree_decode, tree_prefill
-from megatron_tree.layout import Segment
+from megatron_tree.core.layout import Segment
 from support.attention import make_inputs, make_sinks
 from support.ranks import on_ranks, run_distributed
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
-from megatron_tree import TreeConfig, energy
+from megatron_tree import TreeConfig
+from megatron_tree.core import energy
 from support.fuzz import CALLS, EPSILON, attack, check_close, magnitude, randn, told
 from support.fuzz_attention import Call, called, calls, oracle_options, padding_of, rows_of
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import TreeConfig, comm, tree_decode
-from megatron_tree.attention import call as attend
-from megatron_tree.config import DECODE_SCHEDULES
-from megatron_tree.plan import default_topology, place
-from megatron_tree.plan.plans import grids, inner_grids
+from megatron_tree import TreeConfig, tree_decode
+from megatron_tree.core import comm
+from megatron_tree.core.attention import call as attend
+from megatron_tree.core.config import DECODE_SCHEDULES
+from megatron_tree.core.plan import default_topology, place
+from megatron_tree.core.plan.plans import grids, inner_grids
 from support.attention import make_inputs, oracle, run_one, worst_error
 from support.decoding import decode_inputs, decode_oracle, same_everywhere
 from support.hosts import Hosts

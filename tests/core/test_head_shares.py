@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import TreeConfig, comm, tree_decode, tree_prefill
-from megatron_tree.config import DECODE_SCHEDULES
-from megatron_tree.layout import Segment
-from megatron_tree.plan import grids
+from megatron_tree import TreeConfig, tree_decode, tree_prefill
+from megatron_tree.core import comm
+from megatron_tree.core.config import DECODE_SCHEDULES
+from megatron_tree.core.layout import Segment
+from megatron_tree.core.plan import grids
 from support.attention import make_slopes
 from support.decoding import cache_of, cached_oracle, decode_inputs, decode_oracle
 from support.ragged_rows import LONGEST, QUERIES, ragged_rows

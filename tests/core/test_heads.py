@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import TreeConfig, comm, tree_attn_func
-from megatron_tree.attention import call as attend
-from megatron_tree.plan import HeadSplit, default_topology, place
-from megatron_tree.plan.plans import grids, head_splits
+from megatron_tree import TreeConfig, tree_attn_func
+from megatron_tree.core import comm
+from megatron_tree.core.attention import call as attend
+from megatron_tree.core.plan import HeadSplit, default_topology, place
+from megatron_tree.core.plan.plans import grids, head_splits
 from support.attention import make_inputs, oracle, run_one, worst_error
 from support.hosts import Hosts
 from support.ranks import largest, on_ranks, run_distributed

@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import TreeConfig, energy, packed_layout, shard_positions, tree_attn_func, tree_attn_varlen_func
-from megatron_tree.kernels import maxima
-from megatron_tree.spec import AttnSpec
+from megatron_tree import TreeConfig, packed_layout, shard_positions, tree_attn_func, tree_attn_varlen_func
+from megatron_tree.core import energy
+from megatron_tree.core.kernels import maxima
+from megatron_tree.core.spec import AttnSpec
 from support.attention import configs, make_inputs, seen_in
 from support.ranks import on_ranks
 

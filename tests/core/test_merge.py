@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_tree import comm, energy, merge
+from megatron_tree.core import comm, energy, merge
 from support.states import merged
 
 NEG_INF = float("-inf")

@@ -31,8 +31,8 @@ from megatron_tree import (
     tree_select_func,
     unshard_sequence,
 )
-from megatron_tree.arguments import Arguments, checked
-from megatron_tree.layout import Segment
+from megatron_tree.core.arguments import Arguments, checked
+from megatron_tree.core.layout import Segment
 from support.ranks import run_distributed
 
 

@@ -7,12 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import TreeConfig, comm, tree_prefill
-from megatron_tree.attention import prefill
-from megatron_tree.cache.forward import forward_pass
-from megatron_tree.layout import Segment
-from megatron_tree.plan import chunk_sizes, default_topology, grids, place, save_topology
-from megatron_tree.plan.plans import inner_grids
+from megatron_tree import TreeConfig, tree_prefill
+from megatron_tree.core import comm
+from megatron_tree.core.attention import prefill
+from megatron_tree.core.cache.forward import forward_pass
+from megatron_tree.core.layout import Segment
+from megatron_tree.core.plan import chunk_sizes, default_topology, grids, place, save_topology
+from megatron_tree.core.plan.plans import inner_grids
 from support.attention import make_slopes
 from support.decoding import cache_of, cached_oracle, decode_inputs, prefill_chunk
 from support.hosts import Hosts

@@ -7,18 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import (
-    TreeConfig,
-    comm,
-    dispatch_prefix_tree,
-    energy,
-    prefix_tree,
-    shard_positions,
-    tree_attn_func,
-)
-from megatron_tree.kernels.ranges import slice_groups
-from megatron_tree.layout import spread_tree
-from megatron_tree.spec import AttnSpec
+from megatron_tree import TreeConfig, dispatch_prefix_tree, prefix_tree, shard_positions, tree_attn_func
+from megatron_tree.core import comm, energy
+from megatron_tree.core.kernels.ranges import slice_groups
+from megatron_tree.core.layout import spread_tree
+from megatron_tree.core.spec import AttnSpec
 from support.attention import make_inputs, seen_in
 from support.prefix_trees import grown, in_a_tree
 from support.ranks import largest, on_ranks, run_distributed

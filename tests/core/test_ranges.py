@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import AttnSlice, TreeConfig, comm, energy, kernels, tree_attn_func
-from megatron_tree.attention.spec import make_slices
-from megatron_tree.kernels import ranges as grouped
-from megatron_tree.layout import (
+from megatron_tree import AttnSlice, TreeConfig, tree_attn_func
+from megatron_tree.core import comm, energy, kernels
+from megatron_tree.core.attention.spec import make_slices
+from megatron_tree.core.kernels import ranges as grouped
+from megatron_tree.core.layout import (
     Dispatched,
     Segment,
     Sharding,
@@ -20,7 +21,7 @@ from megatron_tree.layout import (
     shard_segments,
     visible_rows,
 )
-from megatron_tree.spec import SLICES, AttnSpec
+from megatron_tree.core.spec import SLICES, AttnSpec
 from support.attention import make_inputs, make_sinks, run_call, seen_in, worst_error
 from support.ranks import largest, on_ranks, run_distributed
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from megatron_tree import TreeConfig, shard_sequence, tree_attn_func
-from megatron_tree.comm.group import GroupState
+from megatron_tree.core.comm.group import GroupState
 from support.hosts import Hosts
 from support.ranks import run_distributed
 from support.tried_plans import taken, tried

@@ -19,8 +19,8 @@ from megatron_tree import (
     tree_scan,
     unshard_sequence,
 )
-from megatron_tree.comm import record
-from megatron_tree.layout import Dispatched
+from megatron_tree.core.comm import record
+from megatron_tree.core.layout import Dispatched
 from support.ranks import on_ranks, run_distributed
 from support.recurrences import decaying, delta_inputs, delta_rule
 

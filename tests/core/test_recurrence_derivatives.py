@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import Decay, TreeConfig, tree_convolution, tree_halo, tree_recurrence, tree_scan
-from megatron_tree.layout import Dispatched, Packed
+from megatron_tree.core.layout import Dispatched, Packed
 from support.fuzz import run_session
 from support.fuzz_recurrences import FUNCTIONS, WAYS, DerivedLayer, check, run
 from support.ranks import run_distributed

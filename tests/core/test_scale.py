@@ -5,13 +5,13 @@ import mmap
 import pytest
 import torch
 
-from megatron_tree import kernels
-from megatron_tree.kernels import KVCache
-from megatron_tree.kernels.triton import decode as triton_decode
-from megatron_tree.kernels.triton import host
-from megatron_tree.kernels.triton import merge as triton_merge
-from megatron_tree.layout import Segment
-from megatron_tree.spec import AttnSpec, Dropout
+from megatron_tree.core import kernels
+from megatron_tree.core.kernels import KVCache
+from megatron_tree.core.kernels.triton import decode as triton_decode
+from megatron_tree.core.kernels.triton import host
+from megatron_tree.core.kernels.triton import merge as triton_merge
+from megatron_tree.core.layout import Segment
+from megatron_tree.core.spec import AttnSpec, Dropout
 from support.rounding import assert_near
 
 pytestmark = pytest.mark.skipif(
@@ -176,7 +176,7 @@ def test_decode_at_millions_of_positions(left, backend):
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_dropout_at_millions_of_positions(backend):
     """Neighbours from 2^24 on have masks of their own, and every backend has the formula's."""
-    from megatron_tree.dropout import keep_weights
+    from megatron_tree.core.dropout import keep_weights
 
     spec = AttnSpec(softmax_scale=0.0, causal=False, dropout=Dropout(0.5, 7))
     n, dtype = 32, BACKENDS[backend]

@@ -5,11 +5,11 @@ import itertools
 import pytest
 import torch
 
-from megatron_tree.cache import RowBook
-from megatron_tree.kernels import blocks
-from megatron_tree.kernels.triton import host
-from megatron_tree.layout import Packed, Segment, gathered_segments, packed_layout, shard_positions
-from megatron_tree.spec import AttnSpec
+from megatron_tree.core.cache import RowBook
+from megatron_tree.core.kernels import blocks
+from megatron_tree.core.kernels.triton import host
+from megatron_tree.core.layout import Packed, Segment, gathered_segments, packed_layout, shard_positions
+from megatron_tree.core.spec import AttnSpec
 
 MILLION = 1 << 20
 LONG = 16 * MILLION + 16  # 2^24 + 16: the last ones are beyond what fp32 can count

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from megatron_tree import (
     TreeConfig,
     dispatch_documents,
-    energy,
     shard_positions,
     shard_sequence,
     tree_attn_func,
@@ -18,12 +17,13 @@ from megatron_tree import (
     tree_prefill,
     tree_select_func,
 )
-from megatron_tree.attention import selection
-from megatron_tree.attention.selection import tree_select_prefill
-from megatron_tree.comm import traffic
-from megatron_tree.layout import document_positions
-from megatron_tree.plan import grids
-from megatron_tree.spec import AttnSpec
+from megatron_tree.core import energy
+from megatron_tree.core.attention import selection
+from megatron_tree.core.attention.selection import tree_select_prefill
+from megatron_tree.core.comm import traffic
+from megatron_tree.core.layout import document_positions
+from megatron_tree.core.plan import grids
+from megatron_tree.core.spec import AttnSpec
 from support.attention import configs, make_inputs, make_sinks, run_call, worst_error
 from support.ranks import on_ranks
 
@@ -106,8 +106,8 @@ def test_packed_documents(rank, world):
 
 
 def test_strips_and_blocks_of_scores(monkeypatch):
-    from megatron_tree.attention import selection
-    from megatron_tree.kernels import index as kernel
+    from megatron_tree.core.attention import selection
+    from megatron_tree.core.kernels import index as kernel
 
     index = _index(2, SEQ)
     want = tree_select_func(*index, topk=TOPK, cp_group=None)

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import dispatch_documents, shard_positions, shard_sequence, tree_select_func
-from megatron_tree.attention import selection
-from megatron_tree.attention.selection import Blocks, tree_select_prefill
-from megatron_tree.comm import traffic
-from megatron_tree.config import TreeConfig
+from megatron_tree.core.attention import selection
+from megatron_tree.core.attention.selection import Blocks, tree_select_prefill
+from megatron_tree.core.comm import traffic
+from megatron_tree.core.config import TreeConfig
 from support.ranks import on_ranks
 
 SEQ, TOPK, HEADS, DIM, SCALE = 48, 3, 5, 4, 0.5

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_tree import shard_sequence, unshard_sequence
-from megatron_tree.layout import (
+from megatron_tree.core.layout import (
     Packed,
     Segment,
     gathered_segments,

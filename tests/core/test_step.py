@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import TreeConfig, tree_decode
-from megatron_tree.attention.decode import DecodeOptions, DecodeStep, PlannedDecode
-from megatron_tree.comm import Ranks
-from megatron_tree.kernels import KVCache
+from megatron_tree.core.attention.decode import DecodeOptions, DecodeStep, PlannedDecode
+from megatron_tree.core.comm import Ranks
+from megatron_tree.core.kernels import KVCache
 from support.attention import make_slopes
 from support.decoding import decode_inputs, decode_oracle
 from support.ranks import largest, run_distributed

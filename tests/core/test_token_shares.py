@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import comm, energy
-from megatron_tree.attention.token_shares import HeadsForTokens, count_tokens, shares_by_rank
-from megatron_tree.cache import ShardedCache
-from megatron_tree.cache.forward import forward_pass
-from megatron_tree.spec import AttnSpec
+from megatron_tree.core import comm, energy
+from megatron_tree.core.attention.token_shares import HeadsForTokens, count_tokens, shares_by_rank
+from megatron_tree.core.cache import ShardedCache
+from megatron_tree.core.cache.forward import forward_pass
+from megatron_tree.core.spec import AttnSpec
 from support.bound import bound
 from support.ranks import largest, on_ranks
 from support.rounding import error, rounding

@@ -15,7 +15,7 @@ from megatron_tree import (
     tree_prefill,
     unshard_sequence,
 )
-from megatron_tree.layout import Segment
+from megatron_tree.core.layout import Segment
 from support.ranks import run_distributed
 
 

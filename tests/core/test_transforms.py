@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 import megatron_tree
 from megatron_tree import (
-    comm,
     tree_attn_func,
     tree_attn_varlen_func,
     tree_convolution,
@@ -21,8 +20,9 @@ from megatron_tree import (
     tree_select_func,
     unshard_sequence,
 )
-from megatron_tree.attention.selection import tree_select_prefill
-from megatron_tree.layout import Segment
+from megatron_tree.core import comm
+from megatron_tree.core.attention.selection import tree_select_prefill
+from megatron_tree.core.layout import Segment
 from support.ranks import run_distributed
 
 RUNS = dict(shares=[[(0, 1)], [(1, 1)]], key_segments=[[Segment(0, 0, 4)], [Segment(0, 4, 4)]])

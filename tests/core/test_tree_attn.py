@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import TreeConfig, shard_positions, tree_attn_func
-from megatron_tree.plan import grids
+from megatron_tree.core.plan import grids
 from support.attention import configs, low_precision, make_inputs, make_sinks, make_slopes, oracle, run_one, worst_error
 from support.hosts import Hosts
 from support.ranks import largest, on_ranks, run_distributed

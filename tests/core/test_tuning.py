@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_tree import TreeConfig, comm, dispatch_documents, shard_sequence, tree_attn_func, tree_decode
-from megatron_tree.attention import passes, tuning
-from megatron_tree.comm.group import GroupState
-from megatron_tree.plan import DecodePlan, TrainingPlan
+from megatron_tree import TreeConfig, dispatch_documents, shard_sequence, tree_attn_func, tree_decode
+from megatron_tree.core import comm
+from megatron_tree.core.attention import passes, tuning
+from megatron_tree.core.comm.group import GroupState
+from megatron_tree.core.plan import DecodePlan, TrainingPlan
 from support.failing_ranks import HOWS, IN_TIME, LIMIT, die, run_to_the_end, start_clock
 from support.ranks import on_ranks, run_distributed
 from support.tried_plans import grid_and_heads, tried

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import TreeConfig, tree_attn_func
-from megatron_tree.comm.group import GroupState
-from megatron_tree.emulate import Cluster
-from megatron_tree.plan import load_topology, save_topology
+from megatron_tree.core.comm.group import GroupState
+from megatron_tree.core.plan import load_topology, save_topology
+from megatron_tree.tools.emulate import Cluster
 from support.emulation import emulated
 
 LATENCY_S, RATE_BITS = 3e-2, 3e7  # so slow that two busy cores matter little

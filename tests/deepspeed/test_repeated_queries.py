@@ -7,9 +7,10 @@ import pytest
 import torch
 import yaml
 
-from megatron_tree import TreeConfig, comm
+from megatron_tree import TreeConfig
+from megatron_tree.core import comm
+from megatron_tree.core.plan import load_topology
 from megatron_tree.integrations import deepspeed as tree_deepspeed
-from megatron_tree.plan import load_topology
 from support.hf_models import hf_generate, left_padded, plain, prompt, tiny_model
 from support.ranks import largest, run_distributed
 

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 import megatron_tree.integrations.transformers as tree_hf
-from megatron_tree import TreeConfig, comm
-from megatron_tree.generation.scheduler import Scheduler
+from megatron_tree import TreeConfig
+from megatron_tree.core import comm
+from megatron_tree.inference.generation.scheduler import Scheduler
 from megatron_tree.integrations import deepspeed as tree_deepspeed
 from support.hf_architectures import HYBRIDS, WHOLE, assert_logits, random_model
 from support.hf_models import hf_generate, left_padded, plain, prompt

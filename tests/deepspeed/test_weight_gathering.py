@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 
-from megatron_tree import comm
-from megatron_tree.cache.gathered import num_words
-from megatron_tree.errors import CommError
+from megatron_tree.core import comm
+from megatron_tree.core.cache.gathered import num_words
+from megatron_tree.core.errors import CommError
 from megatron_tree.integrations import deepspeed as tree_deepspeed
 from support.hf_models import prompt, tiny_model
 from support.ranks import largest, on_ranks, run_distributed

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from megatron_tree import energy, kernels
-from megatron_tree.kernels import KVCache, fastest
-from megatron_tree.layout import Segment
-from megatron_tree.spec import AttnSpec
+from megatron_tree.core import energy, kernels
+from megatron_tree.core.kernels import KVCache, fastest
+from megatron_tree.core.layout import Segment
+from megatron_tree.core.spec import AttnSpec
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 
-from megatron_tree import dropout, energy, kernels
-from megatron_tree.kernels import KVCache
-from megatron_tree.layout import Segment
-from megatron_tree.spec import AttnSpec, Dropout
+from megatron_tree.core import dropout, energy, kernels
+from megatron_tree.core.kernels import KVCache
+from megatron_tree.core.layout import Segment
+from megatron_tree.core.spec import AttnSpec, Dropout
 from support.blocks import CELLS, Cell, check_block, masks_of
 from support.states import merged
 from support.triton_inputs import DEVICE, inputs

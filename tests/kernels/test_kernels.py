@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_tree import energy, kernels
-from megatron_tree.kernels import aten, blocks, reference
-from megatron_tree.kernels.aten import out_with_delta
-from megatron_tree.layout import Segment, join, positions_of, sequences_of, shard_positions, shard_segments
-from megatron_tree.spec import AttnSpec
+from megatron_tree.core import energy, kernels
+from megatron_tree.core.kernels import aten, blocks, reference
+from megatron_tree.core.kernels.aten import out_with_delta
+from megatron_tree.core.layout import Segment, join, positions_of, sequences_of, shard_positions, shard_segments
+from megatron_tree.core.spec import AttnSpec
 from support.blocks import CELLS, check_block
 from support.states import merged
 

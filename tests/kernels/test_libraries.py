@@ -6,10 +6,10 @@ import types
 import pytest
 import torch
 
-from megatron_tree import energy, kernels
-from megatron_tree.kernels import aten, backends, fastest, libraries
-from megatron_tree.layout import Segment, positions_of
-from megatron_tree.spec import AttnSpec
+from megatron_tree.core import energy, kernels
+from megatron_tree.core.kernels import aten, backends, fastest, libraries
+from megatron_tree.core.layout import Segment, positions_of
+from megatron_tree.core.spec import AttnSpec
 from support.blocks import CELLS, masks_of
 from support.rounding import assert_near
 from support.triton_inputs import inputs

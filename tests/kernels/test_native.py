@@ -7,10 +7,10 @@ import itertools
 import pytest
 import torch
 
-from megatron_tree import energy, kernels
-from megatron_tree.cache import quantize
-from megatron_tree.kernels import KVCache, aten, native, reference
-from megatron_tree.spec import AttnSpec
+from megatron_tree.core import energy, kernels
+from megatron_tree.core.cache import quantize
+from megatron_tree.core.kernels import KVCache, aten, native, reference
+from megatron_tree.core.spec import AttnSpec
 from support.attention import distances, make_slopes, slopes_of
 from support.decoding import decode_inputs
 from support.paging import paged

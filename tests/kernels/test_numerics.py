@@ -5,11 +5,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import TreeConfig, energy, kernels, tree_attn_func, tree_attn_varlen_func, tree_decode
-from megatron_tree.config import DECODE_SCHEDULES
-from megatron_tree.kernels import KVCache
-from megatron_tree.layout import Segment, shard_positions
-from megatron_tree.spec import AttnSpec
+from megatron_tree import TreeConfig, tree_attn_func, tree_attn_varlen_func, tree_decode
+from megatron_tree.core import energy, kernels
+from megatron_tree.core.config import DECODE_SCHEDULES
+from megatron_tree.core.kernels import KVCache
+from megatron_tree.core.layout import Segment, shard_positions
+from megatron_tree.core.spec import AttnSpec
 from support import extreme_values as edge
 from support.attention import configs
 from support.blocks import Cell, masks_of, spoil_padding

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from megatron_tree import energy, kernels
-from megatron_tree.cache import quantize
-from megatron_tree.kernels import KVCache
-from megatron_tree.spec import AttnSpec
+from megatron_tree.core import energy, kernels
+from megatron_tree.core.cache import quantize
+from megatron_tree.core.kernels import KVCache
+from megatron_tree.core.spec import AttnSpec
 from support.decoding import decode_inputs
 from support.paging import paged
 from support.rounding import assert_near

@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import TreeConfig, energy, kernels, merge, shard_positions, tree_attn_func, tree_decode
-from megatron_tree.kernels.triton import attn_delta, configs, host
-from megatron_tree.layout import Segment
-from megatron_tree.spec import AttnSpec
+from megatron_tree import TreeConfig, shard_positions, tree_attn_func, tree_decode
+from megatron_tree.core import energy, kernels, merge
+from megatron_tree.core.kernels.triton import attn_delta, configs, host
+from megatron_tree.core.layout import Segment
+from megatron_tree.core.spec import AttnSpec
 from support.blocks import CELLS, check_block
 from support.ranks import largest, run_distributed
 from support.rounding import assert_near, error, rounding

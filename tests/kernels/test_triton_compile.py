@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from megatron_tree.kernels.triton import configs
+from megatron_tree.core.kernels.triton import configs
 
 REPO = Path(__file__).resolve().parents[2]
 SHARED = {"sm80": 166912, "sm86": 101376, "sm90": 232448, "sm100": 232448, "gfx942": 65536}  # bytes of a block, at most
@@ -21,12 +21,12 @@ HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]  # of q and k, of v
 COUNT_COMPILATIONS = """
 import json, sys, torch, triton
 from triton.backends.compiler import GPUTarget
-from megatron_tree.calibrate.kernel_cases import KernelCase, inputs, ours
-from megatron_tree.bench.precompile import Machine, compile_only
-from megatron_tree.config import AttnSpec, Dropout
-from megatron_tree.kernels import KVCache, backends
-from megatron_tree.kernels.triton import decode, host, index_entries
-from megatron_tree.layout import Segment
+from megatron_tree.tools.calibrate.kernel_cases import KernelCase, inputs, ours
+from megatron_tree.tools.bench.precompile import Machine, compile_only
+from megatron_tree.core.config import AttnSpec, Dropout
+from megatron_tree.core.kernels import KVCache, backends
+from megatron_tree.core.kernels.triton import decode, host, index_entries
+from megatron_tree.core.layout import Segment
 
 arch = sys.argv[1]
 target = GPUTarget("hip", arch, 64) if arch.startswith("gfx") else GPUTarget("cuda", int(arch[2:]), 32)
@@ -55,8 +55,8 @@ print(counts)
 
 
 ALL_LAUNCHES = """
-from megatron_tree.bench import kernels as bench_kernels
-from megatron_tree.bench import low_precision, precompile
+from megatron_tree.tools.bench import kernels as bench_kernels
+from megatron_tree.tools.bench import low_precision, precompile
 triton.JITFunction.run = lambda self, *args, **kwargs: compiled.append(name_of(self, kwargs))
 cases = [*low_precision.TRAINING.values(), *low_precision.DECODING.values()]
 training, decoding = bench_kernels.CASES["cuda"]

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from megatron_tree import energy, merge
-from megatron_tree.kernels import KVCache, best_keys
-from megatron_tree.kernels.triton import decode, host, index_entries, index_unsupported, merge_packed
-from megatron_tree.spec import AttnSpec
+from megatron_tree.core import energy, merge
+from megatron_tree.core.kernels import KVCache, best_keys
+from megatron_tree.core.kernels.triton import decode, host, index_entries, index_unsupported, merge_packed
+from megatron_tree.core.spec import AttnSpec
 from support.attention import distances
 from support.paging import paged
 from support.rounding import assert_near

@@ -5,11 +5,12 @@ import functools
 import pytest
 import torch
 
-from megatron_tree import TreeConfig, kernels, tree_attn_func
-from megatron_tree.kernels import reference, triton
-from megatron_tree.kernels.triton import host
-from megatron_tree.layout import Segment
-from megatron_tree.spec import AttnSpec, Dropout
+from megatron_tree import TreeConfig, tree_attn_func
+from megatron_tree.core import kernels
+from megatron_tree.core.kernels import reference, triton
+from megatron_tree.core.kernels.triton import host
+from megatron_tree.core.layout import Segment
+from megatron_tree.core.spec import AttnSpec, Dropout
 from support.blocks import CELLS, spoil_padding
 from support.rounding import assert_near
 from support.triton_inputs import DEVICE, inputs

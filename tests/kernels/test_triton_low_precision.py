@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron_tree.bench.low_precision import DECODING, TRAINING, check_decoding, check_training
-from megatron_tree.kernels.triton import host
+from megatron_tree.core.kernels.triton import host
+from megatron_tree.tools.bench.low_precision import DECODING, TRAINING, check_decoding, check_training
 from support.triton_inputs import DEVICE, skip_without
 
 pytestmark = pytest.mark.skipif(host.interpreting(), reason="the interpreter computes bf16 wrongly: use --ptx or a GPU")

@@ -5,12 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_tree import TreeConfig, energy, kernels, tree_decode
-from megatron_tree.cache import ShardedCache, quantize
-from megatron_tree.kernels import KVCache, SharedPages
-from megatron_tree.kernels.kv_cache import decode_shared
-from megatron_tree.kernels.triton import decode
-from megatron_tree.spec import AttnSpec
+from megatron_tree import TreeConfig, tree_decode
+from megatron_tree.core import energy, kernels
+from megatron_tree.core.cache import ShardedCache, quantize
+from megatron_tree.core.kernels import KVCache, SharedPages
+from megatron_tree.core.kernels.kv_cache import decode_shared
+from megatron_tree.core.kernels.triton import decode
+from megatron_tree.core.spec import AttnSpec
 from support.paging import paged
 from support.rounding import assert_near, error, rounding
 from support.triton_inputs import DEVICE, inputs, skip_without

@@ -197,7 +197,7 @@ def test_checkpoints_of_a_real_checkout_go_both_ways(tmp_path):
     """Saved by Megatron-LM, converted, trained by megatron-tree train at cp = 2 and by Megatron-LM, and converted."""
     pytest.importorskip("yaml")
     transformers = pytest.importorskip("transformers")
-    from megatron_tree.convert.checkpoints import to_huggingface, to_megatron
+    from megatron_tree.tools.convert.checkpoints import to_huggingface, to_megatron
     from support.ranks import run_distributed
     from support.training_runs import losses, train_all, write_text
 

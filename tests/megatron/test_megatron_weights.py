@@ -6,10 +6,10 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron_tree import comm
-from megatron_tree.generation.requests import Request
-from megatron_tree.generation.sampling import SamplingParams
-from megatron_tree.generation.scheduler import Scheduler
+from megatron_tree.core import comm
+from megatron_tree.inference.generation.requests import Request
+from megatron_tree.inference.generation.sampling import SamplingParams
+from megatron_tree.inference.generation.scheduler import Scheduler
 from megatron_tree.integrations import megatron as tree
 from support import megatron_models
 from support.megatron_models import Case, build_model, megatron

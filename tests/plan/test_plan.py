@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_tree.layout import Sharding
-from megatron_tree.plan import Mask, Shape, grids, known_topologies, load_topology, place, plan_training
-from megatron_tree.plan.cost import Stage
-from megatron_tree.plan.training import seconds_of_pass
-from megatron_tree.spec import MaskBounds
+from megatron_tree.core.layout import Sharding
+from megatron_tree.core.plan import Mask, Shape, grids, known_topologies, load_topology, place, plan_training
+from megatron_tree.core.plan.cost import Stage
+from megatron_tree.core.plan.training import seconds_of_pass
+from megatron_tree.core.spec import MaskBounds
 from support.plans import DGX, ETHERNET, GQA4, GQA8, MHA, NO_COPIES, backward_words, forward_words, ring, training
 
 WORDS = forward_words, backward_words

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from megatron_tree.plan import Shape, load_topology
+from megatron_tree.core.plan import Shape, load_topology
 from support.plans import DGX, ETHERNET, GQA4, GQA8, MHA, MQA, NO_COPIES, training
 
 

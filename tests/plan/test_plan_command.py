@@ -6,8 +6,8 @@ import shlex
 
 import pytest
 
-from megatron_tree.plan.command import EXAMPLES, main
-from megatron_tree.plan.topology import TOPOLOGIES
+from megatron_tree.core.plan.command import EXAMPLES, main
+from megatron_tree.core.plan.topology import TOPOLOGIES
 
 SMALL = ["--topology", "ethernet", "--nodes", "2", "--ranks-per-node", "2", "--heads", "4", "--seq-len", "8k"]
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from megatron_tree.plan import default_topology, place, plan_decode
+from megatron_tree.core.plan import default_topology, place, plan_decode
 
 DGX, ETHERNET = default_topology("nccl"), default_topology("gloo")
 LAN = dataclasses.replace(  # 1 ms and 1 Gbit between nodes

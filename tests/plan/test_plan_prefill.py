@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from megatron_tree.plan import chunk_sizes, grids, place, plan_prefill_grid
-from megatron_tree.plan.weights import PrefillSizes, plan_prefill
+from megatron_tree.core.plan import chunk_sizes, grids, place, plan_prefill_grid
+from megatron_tree.core.plan.weights import PrefillSizes, plan_prefill
 from support.plans import DGX, ETHERNET
 
 H = 8192

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import tree_scan
-from megatron_tree.comm import record
-from megatron_tree.plan import default_topology, load_topology, place, plan_scan
-from megatron_tree.plan.cost import placed_topology
-from megatron_tree.plan.scan import ScanSizes, scans
+from megatron_tree.core.comm import record
+from megatron_tree.core.plan import default_topology, load_topology, place, plan_scan
+from megatron_tree.core.plan.cost import placed_topology
+from megatron_tree.core.plan.scan import ScanSizes, scans
 from support.ranks import run_distributed
 
 DGX, ETHERNET = default_topology("nccl"), default_topology("gloo")

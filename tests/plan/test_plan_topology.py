@@ -2,8 +2,16 @@
 
 import pytest
 
-from megatron_tree.plan import Level, Topology, default_topology, known_topologies, load_topology, place, save_topology
-from megatron_tree.plan.topology import TOPOLOGIES
+from megatron_tree.core.plan import (
+    Level,
+    Topology,
+    default_topology,
+    known_topologies,
+    load_topology,
+    place,
+    save_topology,
+)
+from megatron_tree.core.plan.topology import TOPOLOGIES
 
 DGX, ETHERNET = default_topology("nccl"), default_topology("gloo")
 TEXT = (TOPOLOGIES / "ethernet.yaml").read_text()

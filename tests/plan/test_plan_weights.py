@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from megatron_tree.plan import load_topology, place
-from megatron_tree.plan.cost import placed_topology
-from megatron_tree.plan.decode import exchanges_queries, gathered, gathered_queries
-from megatron_tree.plan.weights import repeats_queries, splits_latents
+from megatron_tree.core.plan import load_topology, place
+from megatron_tree.core.plan.cost import placed_topology
+from megatron_tree.core.plan.decode import exchanges_queries, gathered, gathered_queries
+from megatron_tree.core.plan.weights import repeats_queries, splits_latents
 
 DGX = load_topology("dgx_h100")
 SLOW = dataclasses.replace(load_topology("laptop"), memory_bandwidth=1e9, transport="shm")

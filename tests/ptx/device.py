@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron_tree.bench.precompile import AbsentGPU
+from megatron_tree.tools.bench.precompile import AbsentGPU
 
 from .boxes import TensorMap
 from .machine import Kernel
@@ -41,7 +41,7 @@ def install(arch: str, cache: str) -> None:
         return compiled
 
     triton.JITFunction.run = run
-    from megatron_tree.kernels.triton import host
+    from megatron_tree.core.kernels.triton import host
 
     host.DEVICES = ("cpu",)
     host._multiprocessors_of = lambda index: MULTIPROCESSORS

@@ -5,10 +5,10 @@ import contextlib
 import pytest
 import torch
 
-from megatron_tree import kernels
-from megatron_tree.bench.low_precision import TRAINING, Training, training_inputs
-from megatron_tree.kernels.triton import configs
-from megatron_tree.layout import Segment, positions_of
+from megatron_tree.core import kernels
+from megatron_tree.core.kernels.triton import configs
+from megatron_tree.core.layout import Segment, positions_of
+from megatron_tree.tools.bench.low_precision import TRAINING, Training, training_inputs
 
 pytestmark = pytest.mark.ptx
 TABLE = configs.tiles

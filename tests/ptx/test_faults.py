@@ -10,10 +10,10 @@ import contextlib
 import pytest
 import torch
 
-from megatron_tree import energy
-from megatron_tree.kernels.triton import attn_delta, host
-from megatron_tree.layout import Segment
-from megatron_tree.spec import AttnSpec
+from megatron_tree.core import energy
+from megatron_tree.core.kernels.triton import attn_delta, host
+from megatron_tree.core.layout import Segment
+from megatron_tree.core.spec import AttnSpec
 from support.triton_inputs import inputs
 
 pytestmark = pytest.mark.ptx
@@ -87,7 +87,7 @@ def test_a_fault_of_every_kind_is_noticed(case):
 
 def test_what_lies_outside_of_a_tensor_is_not_read():
     """One state more than there are: the merge reads beyond its input."""
-    from megatron_tree.kernels.triton import merge
+    from megatron_tree.core.kernels.triton import merge
     from ptx.syntax import Fault
 
     states = torch.randn(3, 5, 17)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_tree.files import NotWritten
-from megatron_tree.generation.sampling import SamplingParams
-from megatron_tree.generation.scheduler import Scheduler
-from megatron_tree.serving.batch import BatchOptions, BatchResult, run_batch
+from megatron_tree.core.files import NotWritten
+from megatron_tree.inference.generation.sampling import SamplingParams
+from megatron_tree.inference.generation.scheduler import Scheduler
+from megatron_tree.inference.serving.batch import BatchOptions, BatchResult, run_batch
 from support.hf_models import tiny_model
 from support.plain_runner import PlainRunner, character_tokenizer
 from support.ranks import run_distributed

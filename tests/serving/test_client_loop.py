@@ -8,7 +8,7 @@ import pydantic
 import pytest
 import torch
 
-from megatron_tree.serving.http.tools import ToolText
+from megatron_tree.inference.serving.http.tools import ToolText
 from support.http_server import ASK, NAME, bad_request, byte_model, byte_tokenizer, serving
 
 TEMPLATE = (

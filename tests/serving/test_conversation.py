@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree.comm import Ranks
-from megatron_tree.comm.wire import share
-from megatron_tree.generation.conversation import Conversation
-from megatron_tree.generation.sampling import SamplingParams
-from megatron_tree.serving.chat import Chat, Lines, Transcript, follow, open_input
+from megatron_tree.core.comm import Ranks
+from megatron_tree.core.comm.wire import share
+from megatron_tree.inference.generation.conversation import Conversation
+from megatron_tree.inference.generation.sampling import SamplingParams
+from megatron_tree.inference.serving.chat import Chat, Lines, Transcript, follow, open_input
 from support.hf_models import prompt, tiny_model
 from support.http_server import byte_model, byte_tokenizer
 from support.limits import files_of_at_most

@@ -13,9 +13,9 @@ pytest.importorskip("h11")
 
 import h11
 
-from megatron_tree.serving.http import errors, responses
-from megatron_tree.serving.http.app import create_app
-from megatron_tree.serving.http.protocol import IGNORED, REFUSED, ChatRequest, CompletionRequest
+from megatron_tree.inference.serving.http import errors, responses
+from megatron_tree.inference.serving.http.app import create_app
+from megatron_tree.inference.serving.http.protocol import IGNORED, REFUSED, ChatRequest, CompletionRequest
 from support.damage import chances, damaged, examples
 from support.http_server import CHAT, COMPLETION, NAME, byte_model, byte_tokenizer, is_idle, serving, until
 

@@ -14,8 +14,8 @@ pytest.importorskip("deepspeed")
 
 import transformers
 from megatron_tree import launching
-from megatron_tree.serving import command
-from megatron_tree.serving.arguments import build_parser, check_arguments
+from megatron_tree.inference.serving import command
+from megatron_tree.inference.serving.arguments import build_parser, check_arguments
 from support.hf_models import family_config
 from support.processes import free_port
 from support.ranks import run_distributed
@@ -48,8 +48,8 @@ def _about(folder):
 def _runs(rank, world, batch, long, split, draft, check, wrong):
     """What a batch, the same again, a long prompt, sharded weights, speculation, a check of a wrong cache, and the
     command with a model that generates no text print and raise."""
-    from megatron_tree.cache import LayerPages
-    from megatron_tree.serving.generate import run
+    from megatron_tree.core.cache import LayerPages
+    from megatron_tree.inference.serving.generate import run
 
     def outcome(argv):
         args = build_parser().parse_args([str(part) for part in argv])
@@ -153,7 +153,7 @@ def test_a_mistake_is_one_sentence(outcomes):
 
 
 def test_a_failure_on_one_rank_names_the_rank(folder, monkeypatch, capsys):
-    from megatron_tree.serving import generate
+    from megatron_tree.inference.serving import generate
 
     def failing(args):
         raise OSError("the disk is gone")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_tree.inference.serving.arguments import build_parser, check_arguments
 from megatron_tree.launching import parse_with_config
-from megatron_tree.serving.arguments import build_parser, check_arguments
 
 REPO = Path(__file__).parents[2]
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 pytest.importorskip("llguidance")
 
-from megatron_tree import comm
-from megatron_tree.errors import TreeError
-from megatron_tree.generation import room
-from megatron_tree.generation.grammars import Grammar, Grammars
+from megatron_tree.core import comm
+from megatron_tree.core.errors import TreeError
+from megatron_tree.inference.generation import room
+from megatron_tree.inference.generation.grammars import Grammar, Grammars
 from support import hostile_schemas
 from support.http_server import byte_model, byte_tokenizer, until
 from support.ranks import run_distributed

@@ -15,13 +15,13 @@ import pytest
 pytest.importorskip("PIL", reason="Pillow reads images")
 
 import transformers
-from megatron_tree import log
-from megatron_tree.serving import images
-from megatron_tree.serving.http import errors, guard
-from megatron_tree.serving.http import server as http_server
-from megatron_tree.serving.http.guard import TimedProtocol
-from megatron_tree.serving.http.prompts import Prompts
-from megatron_tree.serving.images import ImagePrompts
+from megatron_tree.core import log
+from megatron_tree.inference.serving import images
+from megatron_tree.inference.serving.http import errors, guard
+from megatron_tree.inference.serving.http import server as http_server
+from megatron_tree.inference.serving.http.guard import TimedProtocol
+from megatron_tree.inference.serving.http.prompts import Prompts
+from megatron_tree.inference.serving.images import ImagePrompts
 from support.hostile import (
     GoodClient,
     ask,

@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("llguidance")
 
-from megatron_tree.generation.grammar_process import MEMORY_BYTES
+from megatron_tree.inference.generation.grammar_process import MEMORY_BYTES
 from support import hostile_schemas
 from support.http_server import CHAT, COMPLETION, NAME, byte_model, byte_tokenizer, is_idle, post, serving, until
 

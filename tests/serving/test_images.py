@@ -18,12 +18,12 @@ import openai
 from PIL import Image
 
 import transformers
-from megatron_tree.generation.requests import Request
-from megatron_tree.generation.sampling import SamplingParams
+from megatron_tree.inference.generation.requests import Request
+from megatron_tree.inference.generation.sampling import SamplingParams
+from megatron_tree.inference.serving import images
+from megatron_tree.inference.serving.http import link, prompts
+from megatron_tree.inference.serving.images import ImageFile, ImagePrompts, from_data_url
 from megatron_tree.integrations.transformers.models import load_config, load_model, takes_images
-from megatron_tree.serving import images
-from megatron_tree.serving.http import link, prompts
-from megatron_tree.serving.images import ImageFile, ImagePrompts, from_data_url
 from support.http_server import serving, until
 from support.llava import llava_runner, save_llava
 from support.processes import free_port
@@ -165,7 +165,7 @@ def test_texts_do_not_wait_for_images(server, monkeypatch):
 
 def test_images_of_all_requests_are_bounded(server, monkeypatch):
     frontend = server.service.frontend
-    monkeypatch.setattr("megatron_tree.serving.http.frontend.MOST_IMAGE_BYTES", 100)
+    monkeypatch.setattr("megatron_tree.inference.serving.http.frontend.MOST_IMAGE_BYTES", 100)
     client, asked = server.client(), {"model": "tiny", "max_tokens": 2, "temperature": 0}
     picture = [{"role": "user", "content": [_part(_file("red"))]}]
     assert client.chat.completions.create(messages=picture, **asked).choices, "a single one has what it needs"
@@ -188,8 +188,8 @@ def test_a_request_goes_to_ranks_in_other_processes_with_its_images():
 
 
 def _generated(rank, world, folder, files, weights):
-    from megatron_tree.serving.arguments import build_parser, check_arguments
-    from megatron_tree.serving.generate import run
+    from megatron_tree.inference.serving.arguments import build_parser, check_arguments
+    from megatron_tree.inference.serving.generate import run
 
     argv = ["--model", folder, "--question", "what?", "--max-new-tokens", "6", "--check", "--weights", weights]
     args = build_parser().parse_args([*map(str, argv), "--image", files[0], "--image", files[1]])

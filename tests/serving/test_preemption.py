@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 import transformers
-from megatron_tree.generation import batcher, room
-from megatron_tree.generation.requests import Request
-from megatron_tree.generation.sampling import SamplingParams
-from megatron_tree.generation.scheduler import Scheduler
+from megatron_tree.inference.generation import batcher, room
+from megatron_tree.inference.generation.requests import Request
+from megatron_tree.inference.generation.sampling import SamplingParams
+from megatron_tree.inference.generation.scheduler import Scheduler
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.infer.runner import Runner
 from support.byte_tokens import byte_tokenizer

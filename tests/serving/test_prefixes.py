@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_tree.cache import RowBook
-from megatron_tree.cache.prefixes import page_keys
-from megatron_tree.generation.requests import Request
-from megatron_tree.generation.sampling import SamplingParams
-from megatron_tree.generation.scheduler import Scheduler
+from megatron_tree.core.cache import RowBook
+from megatron_tree.core.cache.prefixes import page_keys
+from megatron_tree.inference.generation.requests import Request
+from megatron_tree.inference.generation.sampling import SamplingParams
+from megatron_tree.inference.generation.scheduler import Scheduler
 from megatron_tree.integrations.transformers.attention import TreeCache
 from support.hf_models import plain, prompt, tiny_model
 from support.hf_served import CountingRunner

@@ -13,20 +13,20 @@ import pytest
 import torch
 
 import transformers
-from megatron_tree.errors import CommError
-from megatron_tree.generation import batcher
-from megatron_tree.generation.grammars import Grammars
-from megatron_tree.generation.requests import Request
-from megatron_tree.generation.scheduler import Scheduler
-from megatron_tree.serving.http import link, ranks
-from megatron_tree.serving.http import server as http_server
-from megatron_tree.serving.http.app import Service
-from megatron_tree.serving.http.arguments import LINK, build_parser, check_arguments
-from megatron_tree.serving.http.frontend import Frontend
-from megatron_tree.serving.http.link import Link
-from megatron_tree.serving.http.prompts import Prompts
-from megatron_tree.serving.http.ranks import Ranks, RanksError
-from megatron_tree.serving.http.server import STOPPING, bind, serve
+from megatron_tree.core.errors import CommError
+from megatron_tree.inference.generation import batcher
+from megatron_tree.inference.generation.grammars import Grammars
+from megatron_tree.inference.generation.requests import Request
+from megatron_tree.inference.generation.scheduler import Scheduler
+from megatron_tree.inference.serving.http import link, ranks
+from megatron_tree.inference.serving.http import server as http_server
+from megatron_tree.inference.serving.http.app import Service
+from megatron_tree.inference.serving.http.arguments import LINK, build_parser, check_arguments
+from megatron_tree.inference.serving.http.frontend import Frontend
+from megatron_tree.inference.serving.http.link import Link
+from megatron_tree.inference.serving.http.prompts import Prompts
+from megatron_tree.inference.serving.http.ranks import Ranks, RanksError
+from megatron_tree.inference.serving.http.server import STOPPING, bind, serve
 from support.hf_models import SHAPE
 from support.http_server import COMPLETION, NAME, byte_model, byte_tokenizer, until
 from support.plain_runner import PlainRunner

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree.comm import Ranks
-from megatron_tree.comm.wire import PACKET, share, share_all, share_check
-from megatron_tree.errors import TreeError
-from megatron_tree.generation.sampler import Sampler, choose_tokens
-from megatron_tree.generation.sampling import SamplingParams, derived_seed
+from megatron_tree.core.comm import Ranks
+from megatron_tree.core.comm.wire import PACKET, share, share_all, share_check
+from megatron_tree.core.errors import TreeError
+from megatron_tree.inference.generation.sampler import Sampler, choose_tokens
+from megatron_tree.inference.generation.sampling import SamplingParams, derived_seed
 from support.ranks import on_ranks
 
 LOGITS = torch.tensor([0.3, -1.2, 2.0, 1.9, -math.inf, 0.31, 1.1, -3.0, 0.0, 1.05, -0.4, 0.7])

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree.errors import TreeError
-from megatron_tree.generation.requests import Request
-from megatron_tree.generation.sampling import SamplingParams
-from megatron_tree.generation.scheduler import Load, QueueFull, Scheduler
+from megatron_tree.core.errors import TreeError
+from megatron_tree.inference.generation.requests import Request
+from megatron_tree.inference.generation.sampling import SamplingParams
+from megatron_tree.inference.generation.scheduler import Load, QueueFull, Scheduler
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.infer.runner import Runner
 from support.hf_models import plain, prompt, tiny_model, tree_model

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from megatron_tree.errors import TreeError
+from megatron_tree.core.errors import TreeError
 from support.hf_models import plain, prompt, tiny_model
 from support.ranks import run_distributed
 from support.scheduling import make_scheduler, request, tokens_of

@@ -7,7 +7,7 @@ import urllib.request
 import openai
 import pytest
 
-from megatron_tree.serving.http import frontend
+from megatron_tree.inference.serving.http import frontend
 from support.http_server import END, NAME, byte_model, byte_tokenizer, is_idle, raw, serving, until
 
 TOKENIZER = byte_tokenizer()

@@ -11,11 +11,11 @@ import urllib.request
 
 import pytest
 
-from megatron_tree import comm
-from megatron_tree.generation.grammars import Grammars
-from megatron_tree.serving.http import errors, frontend
-from megatron_tree.serving.http.errors import ApiError
-from megatron_tree.serving.http.prompts import Prompts
+from megatron_tree.core import comm
+from megatron_tree.inference.generation.grammars import Grammars
+from megatron_tree.inference.serving.http import errors, frontend
+from megatron_tree.inference.serving.http.errors import ApiError
+from megatron_tree.inference.serving.http.prompts import Prompts
 from support.http_server import CHAT, COMPLETION, byte_model, byte_tokenizer, post, serving, until
 
 TOKENIZER = byte_tokenizer()

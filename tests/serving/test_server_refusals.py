@@ -7,10 +7,10 @@ import time
 import openai
 import pytest
 
+from megatron_tree.inference.serving.http import errors
+from megatron_tree.inference.serving.http.arguments import KEY_VARIABLE, build_parser, check_arguments
+from megatron_tree.inference.serving.http.protocol import REFUSED, ChatRequest
 from megatron_tree.launching import parse_with_config
-from megatron_tree.serving.http import errors
-from megatron_tree.serving.http.arguments import KEY_VARIABLE, build_parser, check_arguments
-from megatron_tree.serving.http.protocol import REFUSED, ChatRequest
 from support.http_server import CHAT, COMPLETION, byte_model, byte_tokenizer, is_idle, post, raw, serving, until
 
 TOKENIZER = byte_tokenizer()

@@ -5,12 +5,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree.generation import batcher
-from megatron_tree.generation.conversation import Conversation
-from megatron_tree.generation.requests import Request
-from megatron_tree.generation.sampling import SamplingParams
-from megatron_tree.generation.scheduler import Scheduler
-from megatron_tree.generation.speculation import DraftCost, DraftState, PromptLookup, Speculation, last_match
+from megatron_tree.inference.generation import batcher
+from megatron_tree.inference.generation.conversation import Conversation
+from megatron_tree.inference.generation.requests import Request
+from megatron_tree.inference.generation.sampling import SamplingParams
+from megatron_tree.inference.generation.scheduler import Scheduler
+from megatron_tree.inference.generation.speculation import DraftCost, DraftState, PromptLookup, Speculation, last_match
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.infer.runner import Runner
 from support.byte_tokens import byte_tokenizer

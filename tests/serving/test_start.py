@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("deepspeed")
 
 from megatron_tree import launching
-from megatron_tree.serving import command
+from megatron_tree.inference.serving import command
 from support.http_server import byte_model, byte_tokenizer
 from support.ranks import run_distributed
 

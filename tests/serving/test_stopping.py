@@ -6,8 +6,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import transformers
-from megatron_tree.generation.sampling import SamplingParams
-from megatron_tree.generation.stopping import Detokenizer, Stopper, StopTexts, decode
+from megatron_tree.inference.generation.sampling import SamplingParams
+from megatron_tree.inference.generation.stopping import Detokenizer, Stopper, StopTexts, decode
 from support.word_tokens import word_tokenizer
 
 TEXT = "Grüße, 世界! 👩‍🔬 na\u00efve \ufffd x  y\n"

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from megatron_tree.generation.sampling import SamplingParams
-from megatron_tree.generation.scheduler import Scheduler
-from megatron_tree.serving.batch import BatchOptions, run_batch
+from megatron_tree.inference.generation.sampling import SamplingParams
+from megatron_tree.inference.generation.scheduler import Scheduler
+from megatron_tree.inference.serving.batch import BatchOptions, run_batch
 from support.bigrams import saying
 from support.byte_tokens import byte_tokenizer
 from support.http_server import NAME, serving

@@ -20,10 +20,10 @@ import warnings
 
 import torch
 
-from megatron_tree.bench.results import metadata
-from megatron_tree.emulate import Cluster, Unavailable
-from megatron_tree.emulate.network import require
-from megatron_tree.units import parse_count, parse_nodes_by_ranks, parse_seconds
+from megatron_tree.core.units import parse_count, parse_nodes_by_ranks, parse_seconds
+from megatron_tree.tools.bench.results import metadata
+from megatron_tree.tools.emulate import Cluster, Unavailable
+from megatron_tree.tools.emulate.network import require
 
 from ..support.leftovers import inodes, processes_in
 from .checks import accused, judge

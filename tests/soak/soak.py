@@ -11,8 +11,8 @@ from collections import defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from megatron_tree.emulate import Cluster
-from megatron_tree.emulate.forked import Rank, Ranks
+from megatron_tree.tools.emulate import Cluster
+from megatron_tree.tools.emulate.forked import Rank, Ranks
 
 from ..support.leftovers import leftovers, listening_ports
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megatron_tree.integrations.transformers import models
-from megatron_tree.training.checkpoint import MANIFEST
+from megatron_tree.tools.training.checkpoint import MANIFEST
 
 from ..support.byte_tokens import byte_tokenizer
 

@@ -1,7 +1,7 @@
 """Links that a benchmark does not measure: fast, and every time the same plans."""
 
-from megatron_tree.bench import cases
-from megatron_tree.plan import Level, Topology
+from megatron_tree.core.plan import Level, Topology
+from megatron_tree.tools.bench import cases
 
 
 def assume_links(monkeypatch, *names, host_size=8):

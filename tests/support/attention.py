@@ -6,11 +6,12 @@ import itertools
 import torch
 import torch.distributed as dist
 
-from megatron_tree import AttnSlice, TreeConfig, energy, shard_positions, tree_attn_func
-from megatron_tree.dropout import keep_weights
-from megatron_tree.layout import shard_lengths
-from megatron_tree.plan import grids
-from megatron_tree.spec import AttnSpec
+from megatron_tree import AttnSlice, TreeConfig, shard_positions, tree_attn_func
+from megatron_tree.core import energy
+from megatron_tree.core.dropout import keep_weights
+from megatron_tree.core.layout import shard_lengths
+from megatron_tree.core.plan import grids
+from megatron_tree.core.spec import AttnSpec
 from support.ranks import largest
 
 

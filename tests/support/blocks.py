@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_tree import dropout, energy, kernels
-from megatron_tree.layout import Segment, gathered_segments, positions_of, sequences_of
-from megatron_tree.spec import AttnSpec
+from megatron_tree.core import dropout, energy, kernels
+from megatron_tree.core.layout import Segment, gathered_segments, positions_of, sequences_of
+from megatron_tree.core.spec import AttnSpec
 from support.attention import distances
 from support.ranks import largest
 from support.rounding import rounding

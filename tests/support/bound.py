@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from megatron_tree.comm import Ranks
-from megatron_tree.config import TreeConfig
+from megatron_tree.core.comm import Ranks
+from megatron_tree.core.config import TreeConfig
 
 CPU = torch.device("cpu")
 

@@ -3,9 +3,10 @@
 import torch
 import torch.distributed as dist
 
-from megatron_tree import energy, tree_prefill
-from megatron_tree.cache import ShardedCache
-from megatron_tree.spec import AttnSpec
+from megatron_tree import tree_prefill
+from megatron_tree.core import energy
+from megatron_tree.core.cache import ShardedCache
+from megatron_tree.core.spec import AttnSpec
 from support.attention import distances, slopes_of
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_tree.emulate import Unavailable
-from megatron_tree.emulate.network import build_switch, require
+from megatron_tree.tools.emulate import Unavailable
+from megatron_tree.tools.emulate.network import build_switch, require
 
 
 def _why_unavailable():

@@ -8,7 +8,7 @@ direction. Rates are max-min fair and change whenever a message starts or ends.
 import math
 from dataclasses import dataclass, field
 
-from megatron_tree.plan import Placement, Topology
+from megatron_tree.core.plan import Placement, Topology
 
 
 @dataclass

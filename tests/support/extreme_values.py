@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_tree import energy
+from megatron_tree.core import energy
 
 LOW = (torch.bfloat16, torch.float16)
 LSE_LIMIT = 1e-6  # relative, where |lse| > 1; absolute below

@@ -19,9 +19,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_tree import TreeConfig, kernels, tree_attn_func, tree_decode, tree_prefill
-from megatron_tree.comm.rendezvous import start_default_group
-from megatron_tree.layout import Segment
+from megatron_tree import TreeConfig, tree_attn_func, tree_decode, tree_prefill
+from megatron_tree.core import kernels
+from megatron_tree.core.comm.rendezvous import start_default_group
+from megatron_tree.core.layout import Segment
 from support.processes import free_port
 from support.ranks import WORKER_ENV, environment, fork_server, seed_everything
 

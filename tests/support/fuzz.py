@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
-from megatron_tree.layout import Dispatched, Packed
+from megatron_tree.core.layout import Dispatched, Packed
 from support.hosts import Hosts
 from support.ranks import DistributedTestError, run_distributed
 

@@ -8,11 +8,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import strategies as st
 
-from megatron_tree import TreeConfig, energy, tree_attn_func, tree_attn_varlen_func
-from megatron_tree.dropout import keep_weights
-from megatron_tree.layout import Dispatched, Packed, positions_of, sequences_of, shard_segments
-from megatron_tree.plan import HeadSplit, grids
-from megatron_tree.spec import AttnSpec, Dropout
+from megatron_tree import TreeConfig, tree_attn_func, tree_attn_varlen_func
+from megatron_tree.core import energy
+from megatron_tree.core.dropout import keep_weights
+from megatron_tree.core.layout import Dispatched, Packed, positions_of, sequences_of, shard_segments
+from megatron_tree.core.plan import HeadSplit, grids
+from megatron_tree.core.spec import AttnSpec, Dropout
 from support.attention import alibi_mask, distances, seen_in
 from support.fuzz import DTYPES, EPSILON, TIMEOUT_S, check_close, magnitude, randn, told
 from support.fuzz_layouts import dispatched, documents, on_one_rank, padding_of, rows_of, slices

@@ -6,11 +6,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 
-from megatron_tree import TreeConfig, energy, tree_decode
-from megatron_tree.cache import CACHE_DTYPES, ShardedCache, quantize
-from megatron_tree.config import DECODE_SCHEDULES
-from megatron_tree.plan import grids
-from megatron_tree.spec import AttnSpec
+from megatron_tree import TreeConfig, tree_decode
+from megatron_tree.core import energy
+from megatron_tree.core.cache import CACHE_DTYPES, ShardedCache, quantize
+from megatron_tree.core.config import DECODE_SCHEDULES
+from megatron_tree.core.plan import grids
+from megatron_tree.core.spec import AttnSpec
 from support.attention import distances, make_slopes, slopes_of
 from support.decoding import prefill_chunk, same_everywhere
 from support.fuzz import EPSILON, TIMEOUT_S, check_close, magnitude, randn, told

@@ -5,7 +5,7 @@ import itertools
 import torch
 from hypothesis import strategies as st
 
-from megatron_tree.layout import (
+from megatron_tree.core.layout import (
     Dispatched,
     Packed,
     documents_over,
@@ -14,7 +14,7 @@ from megatron_tree.layout import (
     shard_segments,
     spread_documents,
 )
-from megatron_tree.spec import SLICES, AttnSlice
+from megatron_tree.core.spec import SLICES, AttnSlice
 from support.attention import seen_in
 
 

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from megatron_tree import Decay, TreeConfig, tree_convolution, tree_halo, tree_recurrence, tree_scan
-from megatron_tree.layout import Dispatched, Packed, shard_segments
+from megatron_tree.core.layout import Dispatched, Packed, shard_segments
 from support.fuzz import TIMEOUT_S, check_close, magnitude, randn, told
 from support.fuzz_layouts import dispatched, documents, on_one_rank, rows_of
 from support.recurrences import decaying, delta_rule

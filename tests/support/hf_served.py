@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import comm
-from megatron_tree.attention.decode import DecodeStep
-from megatron_tree.cache import CACHE_DTYPES
-from megatron_tree.cache.files import model_fingerprint
+from megatron_tree.core import comm
+from megatron_tree.core.attention.decode import DecodeStep
+from megatron_tree.core.cache import CACHE_DTYPES
+from megatron_tree.core.cache.files import model_fingerprint
 from megatron_tree.integrations import transformers as tree_hf
 from megatron_tree.integrations.transformers.infer.split_model import split_model
 from megatron_tree.integrations.transformers.infer.weight_layout import ROUTERS, SMALL, plan_layout

@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from megatron_tree import comm
+from megatron_tree.core import comm
 
 
 class Hosts:

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import transformers
-from megatron_tree.generation.scheduler import Scheduler
-from megatron_tree.serving.http.app import Service
-from megatron_tree.serving.http.frontend import Frontend
-from megatron_tree.serving.http.prompts import Prompts
-from megatron_tree.serving.http.server import bind, serve
+from megatron_tree.inference.generation.scheduler import Scheduler
+from megatron_tree.inference.serving.http.app import Service
+from megatron_tree.inference.serving.http.frontend import Frontend
+from megatron_tree.inference.serving.http.prompts import Prompts
+from megatron_tree.inference.serving.http.server import bind, serve
 from support import byte_tokens
 from support.hf_models import SHAPE
 from support.plain_runner import PlainRunner

@@ -5,7 +5,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megatron_tree.emulate.network import enter
+from megatron_tree.tools.emulate.network import enter
 
 LISTEN = "0A"  # in /proc/net/tcp
 

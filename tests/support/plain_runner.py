@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from megatron_tree.cache import ShardedCache
+from megatron_tree.core.cache import ShardedCache
 from transformers import DynamicCache
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from megatron_tree.plan import HeadSplit, Shape, default_topology, place, plan_training
+from megatron_tree.core.plan import HeadSplit, Shape, default_topology, place, plan_training
 
 DGX, ETHERNET = default_topology("nccl"), default_topology("gloo")
 NO_COPIES = dataclasses.replace(ETHERNET, memory_bandwidth=1e18, chunk_s=0.0, byte_s=0.0)  # links and products alone

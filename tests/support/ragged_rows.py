@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from megatron_tree.cache import quantize
+from megatron_tree.core.cache import quantize
 from support.decoding import cache_of, cached_oracle, decode_inputs
 
 LENGTHS = (0, 3, 17, 40)

@@ -196,7 +196,7 @@ def _run_test(rank, world, module, name, arguments):
 def as_launched():
     """In this context a rank is as torchrun starts it: without a group, which `init_process_group()` makes as it does
     there. It is left open, as every group of a job. All ranks enter it."""
-    from megatron_tree.comm.rendezvous import host_store
+    from megatron_tree.core.comm.rendezvous import host_store
 
     if dist.get_rank() == 0:
         _agents.append(host_store())

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import TreeConfig, tree_attn_func, tree_decode
-from megatron_tree.config import DECODE_SCHEDULES
-from megatron_tree.plan import grids
+from megatron_tree.core.config import DECODE_SCHEDULES
+from megatron_tree.core.plan import grids
 from support.attention import make_inputs, make_sinks
 from support.decoding import cache_of, decode_inputs, prefill_chunk, same_everywhere
 from support.ranks import run_distributed

@@ -2,9 +2,9 @@
 
 import pytest
 
-from megatron_tree.generation.requests import Request
-from megatron_tree.generation.sampling import SamplingParams
-from megatron_tree.generation.scheduler import Scheduler
+from megatron_tree.inference.generation.requests import Request
+from megatron_tree.inference.generation.sampling import SamplingParams
+from megatron_tree.inference.generation.scheduler import Scheduler
 from support.hf_models import prompt
 from support.plain_runner import PlainRunner
 

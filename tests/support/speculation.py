@@ -1,6 +1,6 @@
 """Speculation for tests: a drafter that knows the answers, and decisions that don't depend on this machine."""
 
-from megatron_tree.generation.speculation import DraftCost, Speculation
+from megatron_tree.inference.generation.speculation import DraftCost, Speculation
 from support.scheduling import tokens_of
 
 

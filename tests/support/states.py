@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_tree import merge
+from megatron_tree.core import merge
 
 
 def merged(parts):

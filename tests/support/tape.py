@@ -12,10 +12,10 @@ from torch.distributed import _functional_collectives  # noqa: F401  registers w
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatron_tree.attention import validate
-from megatron_tree.cache.graph import GraphedSteps
-from megatron_tree.cache.trace import _described, _reads_on_host
-from megatron_tree.kernels import native
+from megatron_tree.core.attention import validate
+from megatron_tree.core.cache.graph import GraphedSteps
+from megatron_tree.core.cache.trace import _described, _reads_on_host
+from megatron_tree.core.kernels import native
 
 FACTORIES = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
 
@@ -99,7 +99,7 @@ class Tape(TorchDispatchMode):
 
     @contextlib.contextmanager
     def _kernels(self):
-        from megatron_tree.kernels.triton import decode, merge
+        from megatron_tree.core.kernels.triton import decode, merge
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(

@@ -45,10 +45,10 @@ def train_all(rank, world, runs):
 
 def _train(rank, world, folder, options):
     from megatron_tree import TreeConfig
-    from megatron_tree.files import NotWritten
+    from megatron_tree.core.files import NotWritten
     from megatron_tree.integrations import megatron as tree
-    from megatron_tree.training.arguments import check_arguments, parse_arguments
-    from megatron_tree.training.loop import recorded_signals, train
+    from megatron_tree.tools.training.arguments import check_arguments, parse_arguments
+    from megatron_tree.tools.training.loop import recorded_signals, train
 
     failed = False
     output = folder.with_name(folder.name + ".txt") if rank == 0 else os.devnull

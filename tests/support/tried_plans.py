@@ -2,7 +2,7 @@
 
 from unittest import mock
 
-from megatron_tree.attention import tuning
+from megatron_tree.core.attention import tuning
 
 
 def tried(*others):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_tree.kernels.triton import host
+from megatron_tree.core.kernels.triton import host
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEG_INF = float("-inf")

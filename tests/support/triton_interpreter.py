@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
         import triton.language as tl
         from triton.runtime import interpreter
 
-        import megatron_tree.kernels.triton  # noqa: F401
+        import megatron_tree.core.kernels.triton  # noqa: F401
 
         _patch = interpreter._patch_lang
 

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_tree import kernels
-from megatron_tree.bench import command as bench
-from megatron_tree.bench import kernels as bench_kernels
-from megatron_tree.bench import tasks
-from megatron_tree.bench.results import Curve, Panel, Results
-from megatron_tree.bench.tasks import NotHere, Task, run_tasks
-from megatron_tree.calibrate import kernel_cases
-from megatron_tree.calibrate.kernel_cases import KernelCase, KernelTiming, WrongResult, inputs, truth_of, verify
+from megatron_tree.core import kernels
+from megatron_tree.tools.bench import command as bench
+from megatron_tree.tools.bench import kernels as bench_kernels
+from megatron_tree.tools.bench import tasks
+from megatron_tree.tools.bench.results import Curve, Panel, Results
+from megatron_tree.tools.bench.tasks import NotHere, Task, run_tasks
+from megatron_tree.tools.calibrate import kernel_cases
+from megatron_tree.tools.calibrate.kernel_cases import KernelCase, KernelTiming, WrongResult, inputs, truth_of, verify
 
 REPO = Path(__file__).resolve().parents[2]
 OPTIONS = ["kernels", "--device", "cpu", "--dtype", "fp32", "--only", "beside", "decode"]

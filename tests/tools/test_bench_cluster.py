@@ -8,17 +8,17 @@ import time
 import pytest
 import torch
 
-from megatron_tree import kernels
-from megatron_tree.attention import autograd
-from megatron_tree.bench import command as bench
-from megatron_tree.bench import decode, rivals, train
-from megatron_tree.bench.accelerator import Accelerator, Speed, UnseenInput, visible_pairs
-from megatron_tree.bench.results import Measurement, draw, plots
-from megatron_tree.bench.timing import LocalRanks, Meeting, PeakMemory
-from megatron_tree.comm.shared import SharedMemory
-from megatron_tree.kernels import reference
-from megatron_tree.layout import Segment
-from megatron_tree.spec import AttnSpec
+from megatron_tree.core import kernels
+from megatron_tree.core.attention import autograd
+from megatron_tree.core.comm.shared import SharedMemory
+from megatron_tree.core.kernels import reference
+from megatron_tree.core.layout import Segment
+from megatron_tree.core.spec import AttnSpec
+from megatron_tree.tools.bench import command as bench
+from megatron_tree.tools.bench import decode, rivals, train
+from megatron_tree.tools.bench.accelerator import Accelerator, Speed, UnseenInput, visible_pairs
+from megatron_tree.tools.bench.results import Measurement, draw, plots
+from megatron_tree.tools.bench.timing import LocalRanks, Meeting, PeakMemory
 from support.assumed_links import assume_links
 from support.emulation import emulated
 

@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from megatron_tree.attention import decode
-from megatron_tree.bench import command as bench
+from megatron_tree.core.attention import decode
+from megatron_tree.tools.bench import command as bench
 from support.assumed_links import assume_links
 
 LAYERS, KV_HEADS, D = 2, 2, 16

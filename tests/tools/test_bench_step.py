@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from megatron_tree.bench import command as bench
-from megatron_tree.bench import step as bench_step
+from megatron_tree.tools.bench import command as bench
+from megatron_tree.tools.bench import step as bench_step
 
 SMALL = ["--ranks", 2, "--heads", 4, "--kv-heads", 2, "--head-dim", 16, "--layers", 1]
 

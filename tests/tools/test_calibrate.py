@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree.calibrate import calibrate, cluster, command, compute, kernel_cases, links
-from megatron_tree.calibrate.kernel_cases import KernelCase, keep_fastest
-from megatron_tree.emulate import Cluster
-from megatron_tree.kernels import fastest
-from megatron_tree.plan import default_topology, load_topology, place, save_topology
+from megatron_tree.core.kernels import fastest
+from megatron_tree.core.plan import default_topology, load_topology, place, save_topology
+from megatron_tree.tools.calibrate import calibrate, cluster, command, compute, kernel_cases, links
+from megatron_tree.tools.calibrate.kernel_cases import KernelCase, keep_fastest
+from megatron_tree.tools.emulate import Cluster
 from support.emulation import emulated
 from support.ranks import DistributedTestError, run_distributed
 

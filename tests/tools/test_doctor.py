@@ -6,9 +6,9 @@ import shlex
 import pytest
 import torch
 
-from megatron_tree.doctor import findings
-from megatron_tree.doctor.command import EXAMPLES, main
-from megatron_tree.doctor.findings import missing
+from megatron_tree.tools.doctor import findings
+from megatron_tree.tools.doctor.command import EXAMPLES, main
+from megatron_tree.tools.doctor.findings import missing
 
 FUNCTIONS = ["--for", "functions"]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree.emulate import Cluster, Unavailable, network_bytes
+from megatron_tree.tools.emulate import Cluster, Unavailable, network_bytes
 from support.emulation import emulated
 
 NETWORK = dict(latency_s=1e-3, rate_bits=1e9, lifetime_s=60)

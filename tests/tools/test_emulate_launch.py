@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_tree.emulate import Cluster
-from megatron_tree.units import parse_bits_per_second, parse_nodes_by_ranks, parse_seconds
+from megatron_tree.core.units import parse_bits_per_second, parse_nodes_by_ranks, parse_seconds
+from megatron_tree.tools.emulate import Cluster
 from support.emulation import emulated
 from support.leftovers import leftovers
 
@@ -22,7 +22,7 @@ REPO = Path(__file__).resolve().parents[2]
 
 PARENT = """\
 import os, subprocess, sys, time
-from megatron_tree.emulate import Cluster
+from megatron_tree.tools.emulate import Cluster
 
 def work():  # with a child that has left the rank's session
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)

@@ -10,10 +10,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from megatron_tree.files import NotWritten, append, whole_file, whole_folder, writing
-from megatron_tree.plan import default_topology, save_topology
-from megatron_tree.serving.batch import Output
-from megatron_tree.training.report import LOG_NAME, Reporter
+from megatron_tree.core.files import NotWritten, append, whole_file, whole_folder, writing
+from megatron_tree.core.plan import default_topology, save_topology
+from megatron_tree.inference.serving.batch import Output
+from megatron_tree.tools.training.report import LOG_NAME, Reporter
 from support.limits import files_of_at_most
 
 REPO = Path(__file__).resolve().parents[2]
@@ -138,8 +138,9 @@ def test_a_batch_goes_on_where_it_had_no_space_left(tmp_path):
 WRITERS = {"write_text", "write_bytes", "savefig", "save_pretrained", "save_model", "save_file"}
 GUARDS = {"whole_file", "whole_folder", "writing", "_writing"}
 ELSEWHERE = {
-    "emulate/forked.py", "emulate/network.py", "bench/timing.py",  # files of this process, and the kernel's
-    "bench/results.py", "cache/files.py",  # in a function that is called in such a context
+    "tools/emulate/forked.py", "tools/emulate/network.py",  # files of this process, and the kernel's
+    "tools/bench/timing.py",
+    "tools/bench/results.py", "core/cache/files.py",  # in a function that is called in such a context
     "integrations/transformers/models.py",  # a lock
 }  # fmt: skip
 

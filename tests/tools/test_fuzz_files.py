@@ -18,18 +18,18 @@ import torch
 pytest.importorskip("yaml")
 pytest.importorskip("transformers")
 
-from megatron_tree.cache.files import load_rows, model_fingerprint
-from megatron_tree.generation.sampling import SamplingParams
-from megatron_tree.generation.scheduler import Scheduler
+from megatron_tree.core.cache.files import load_rows, model_fingerprint
+from megatron_tree.core.plan import known_topologies, load_topology
+from megatron_tree.core.plan.topology import TOPOLOGIES, place
+from megatron_tree.inference.generation.sampling import SamplingParams
+from megatron_tree.inference.generation.scheduler import Scheduler
+from megatron_tree.inference.serving import arguments as generate_arguments
+from megatron_tree.inference.serving.batch import BatchOptions, read_requests, run_batch
+from megatron_tree.inference.serving.http import arguments as serve_arguments
 from megatron_tree.integrations.transformers import models
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.infer.generation import generate
 from megatron_tree.launching import parse_with_config
-from megatron_tree.plan import known_topologies, load_topology
-from megatron_tree.plan.topology import TOPOLOGIES, place
-from megatron_tree.serving import arguments as generate_arguments
-from megatron_tree.serving.batch import BatchOptions, read_requests, run_batch
-from megatron_tree.serving.http import arguments as serve_arguments
 from support.damage import chances, damaged, examples, reads
 from support.hf_models import prompt, tiny_model
 from support.plain_runner import PlainRunner, character_tokenizer
@@ -45,7 +45,7 @@ ODD = [
 
 
 def _train(path):
-    from megatron_tree.training.arguments import build_parser, check_arguments, parse_arguments
+    from megatron_tree.tools.training.arguments import build_parser, check_arguments, parse_arguments
 
     return build_parser(), parse_arguments(["--config", path]), lambda args: check_arguments(args, 4)
 

@@ -7,9 +7,9 @@ import logging
 import pytest
 import torch.distributed as dist
 
-from megatron_tree.comm import Ranks
+from megatron_tree.core.comm import Ranks
+from megatron_tree.core.log import logger
 from megatron_tree.launching import hold_log, together
-from megatron_tree.log import logger
 from support.ranks import run_distributed
 
 

@@ -37,7 +37,7 @@ class _Evil:
 def test_checkpoints_of_others_run_nothing(tmp_path):
     """Pickles that run a command, in each place where a checkpoint holds pickles."""
     pytest.importorskip("megatron.core")
-    from megatron_tree.training.checkpoint import INDEX, _IndexReader, check_index, weights_only
+    from megatron_tree.tools.training.checkpoint import INDEX, _IndexReader, check_index, weights_only
 
     made, index, common = tmp_path / "made", tmp_path / INDEX, tmp_path / "common.pt"
     index.write_bytes(pickle.dumps({"state": _Evil(made)}))
@@ -79,7 +79,7 @@ def test_weights_are_safetensors(tmp_path):
 
 RANK = """
 import os, torch.distributed as dist, psutil
-from megatron_tree.comm.rendezvous import start_default_group
+from megatron_tree.core.comm.rendezvous import start_default_group
 
 start_default_group("gloo", timeout_s=60)
 dist.barrier()

@@ -12,16 +12,16 @@ from megatron.core.transformer.enums import AttnBackend
 from safetensors.torch import load_file
 
 import transformers
-from megatron_tree.convert.checkpoints import byte_tokenizer, to_huggingface, to_megatron
-from megatron_tree.convert.command import main
-from megatron_tree.convert.options import PLAIN
-from megatron_tree.files import NotWritten
-from megatron_tree.training.checkpoint import MANIFEST
+from megatron_tree.core.files import NotWritten
+from megatron_tree.tools.convert.checkpoints import byte_tokenizer, to_huggingface, to_megatron
+from megatron_tree.tools.convert.command import main
+from megatron_tree.tools.convert.options import PLAIN
+from megatron_tree.tools.training.checkpoint import MANIFEST
 from support.limits import files_of_at_most
 from support.ranks import run_distributed
 from support.training_runs import losses, records, train_all, write_text
 
-WEIGHTS = "weights of Hugging Face models (megatron_tree.convert)"
+WEIGHTS = "weights of Hugging Face models (megatron_tree.tools.convert)"
 VOCAB = 131
 SHAPE = {
     "vocab_size": VOCAB,
@@ -102,9 +102,9 @@ def _logits(rank, world, folders):
     from megatron_tree import unshard_sequence
     from megatron_tree.integrations.megatron.compat import batch_on_this_cp_rank
     from megatron_tree.integrations.megatron.cpu import megatron_on_cpu
-    from megatron_tree.training.arguments import parse_arguments
-    from megatron_tree.training.checkpoint import load_weights, newest
-    from megatron_tree.training.model import build_model, start_model_parallel
+    from megatron_tree.tools.training.arguments import parse_arguments
+    from megatron_tree.tools.training.checkpoint import load_weights, newest
+    from megatron_tree.tools.training.model import build_model, start_model_parallel
 
     logits = {}
     with megatron_on_cpu(), torch.no_grad():
@@ -162,7 +162,7 @@ def test_less_precision(tmp_path, dtype, after):
         assert torch.equal(tensor, model.state_dict()[key].to(after))
 
 
-@pytest.mark.refuses("models of other families (megatron_tree.convert)", when="the conversion")
+@pytest.mark.refuses("models of other families (megatron_tree.tools.convert)", when="the conversion")
 @pytest.mark.parametrize(
     ("config", "message"),
     [

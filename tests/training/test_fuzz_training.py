@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed import checkpoint
 
-from megatron_tree.training.checkpoint import (
+from megatron_tree.tools.training.checkpoint import (
     INDEX,
     MANIFEST,
     TRACKER,
@@ -16,7 +16,7 @@ from megatron_tree.training.checkpoint import (
     finish,
     newest,
 )
-from megatron_tree.training.report import read_log
+from megatron_tree.tools.training.report import read_log
 from support.damage import chances, damaged, examples, reads
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib")
 
 import psutil
 
-from megatron_tree.training.command import train
+from megatron_tree.tools.training.command import train
 from support.training_runs import TINY, losses, write_text
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron_tree.training.checkpoint import (
+from megatron_tree.tools.training.checkpoint import (
     MANIFEST,
     TRACKER,
     begin,

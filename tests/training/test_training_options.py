@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_tree.training.arguments import MODEL_FILE, check_arguments, parse_arguments, write_model
+from megatron_tree.tools.training.arguments import MODEL_FILE, check_arguments, parse_arguments, write_model
 
 
 def test_command_line_wins_over_file_wins_over_defaults(tmp_path):

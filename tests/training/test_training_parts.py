@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_tree.training import loop
-from megatron_tree.training.arguments import parse_arguments
-from megatron_tree.training.data import EOD, PackedText, load_text, microbatch_indices
-from megatron_tree.training.model import build_scheduler
-from megatron_tree.training.report import LOG_NAME, PLOT_NAME, Reporter, read_log
+from megatron_tree.tools.training import loop
+from megatron_tree.tools.training.arguments import parse_arguments
+from megatron_tree.tools.training.data import EOD, PackedText, load_text, microbatch_indices
+from megatron_tree.tools.training.model import build_scheduler
+from megatron_tree.tools.training.report import LOG_NAME, PLOT_NAME, Reporter, read_log
 
 # --- text ---
 

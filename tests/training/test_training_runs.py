@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from megatron_tree.training.checkpoint import MANIFEST, TRACKER, checkpoint_folder, fault_of
+from megatron_tree.tools.training.checkpoint import MANIFEST, TRACKER, checkpoint_folder, fault_of
 from support.limits import files_of_at_most
 from support.ranks import run_distributed
 from support.training_runs import losses, records, train_all, write_text

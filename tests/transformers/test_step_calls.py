@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_tree
-from megatron_tree.comm import Ranks
+from megatron_tree.core.comm import Ranks
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.infer.runner import Runner
 from megatron_tree.integrations.transformers.infer.split_model import split_model

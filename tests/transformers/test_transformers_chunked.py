@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree import tree_attn_func
-from megatron_tree.comm import record
-from megatron_tree.layout import document_positions, documents_over, spread_documents
+from megatron_tree.core.comm import record
+from megatron_tree.core.layout import document_positions, documents_over, spread_documents
 from support.hf_architectures import tiny_config
 from support.hf_models import left_padded
 from support.hf_served import check_served

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_tree.integrations.transformers as tree_hf
-from megatron_tree.config import DECODE_SCHEDULES
+from megatron_tree.core.config import DECODE_SCHEDULES
 from megatron_tree.integrations.transformers.infer.generation import generate
 from support.hf_models import hf_generate, left_padded, plain, prompt, tiny_model
 from support.ranks import on_ranks, run_distributed

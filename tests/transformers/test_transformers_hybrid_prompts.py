@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_tree.integrations.transformers as tree_hf
-from megatron_tree.cache.files import model_fingerprint
+from megatron_tree.core.cache.files import model_fingerprint
 from support.hf_architectures import HYBRIDS, POOLED, assert_logits, random_model
 from support.hf_models import prompt
 from support.ranks import on_ranks, run_distributed

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 import megatron_tree.integrations.transformers as tree_hf
-from megatron_tree.bench.model import cache_shape
-from megatron_tree.cache.files import model_fingerprint
-from megatron_tree.generation.scheduler import Scheduler
-from megatron_tree.generation.speculation import Speculation
+from megatron_tree.core.cache.files import model_fingerprint
+from megatron_tree.inference.generation.scheduler import Scheduler
+from megatron_tree.inference.generation.speculation import Speculation
+from megatron_tree.tools.bench.model import cache_shape
 from support.hf_architectures import HYBRIDS, assert_logits, random_model
 from support.hf_models import hf_generate, left_padded, plain, prompt
 from support.hf_served import begin_rows

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree.generation.requests import Request
-from megatron_tree.generation.sampling import SamplingParams
-from megatron_tree.generation.scheduler import Scheduler
+from megatron_tree.inference.generation.requests import Request
+from megatron_tree.inference.generation.sampling import SamplingParams
+from megatron_tree.inference.generation.scheduler import Scheduler
 from megatron_tree.integrations import transformers as tree_hf
 from megatron_tree.integrations.transformers.families.images import set_text_attention, text_part_of
 from megatron_tree.integrations.transformers.infer.split_model import split_model

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 import megatron_tree.integrations.transformers as tree_hf
-from megatron_tree.generation.requests import Request
-from megatron_tree.generation.sampling import SamplingParams
-from megatron_tree.generation.scheduler import Scheduler
-from megatron_tree.generation.speculation import Speculation
+from megatron_tree.inference.generation.requests import Request
+from megatron_tree.inference.generation.sampling import SamplingParams
+from megatron_tree.inference.generation.scheduler import Scheduler
+from megatron_tree.inference.generation.speculation import Speculation
 from megatron_tree.integrations.transformers.infer.weight_layout import plan_layout
 from support.hf_architectures import INDEXED, random_model
 from support.hf_models import mistral_large4, plain, prompt

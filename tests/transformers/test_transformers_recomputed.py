@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import TreeConfig
-from megatron_tree.comm.group import GroupState
+from megatron_tree.core.comm.group import GroupState
 from megatron_tree.integrations import transformers as tree_hf
 from support.hf_models import SHAPE, VOCAB
 from support.hosts import Hosts

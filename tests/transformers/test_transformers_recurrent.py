@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_tree.integrations.transformers as tree_hf
-from megatron_tree.comm import record
+from megatron_tree.core.comm import record
 from support.hf_architectures import HYBRIDS, POOLED, STATE_SPACE, random_model
 from support.hf_models import prompt
 from support.hf_training import check_trained_batches, gradients

@@ -5,7 +5,7 @@ import torch
 
 import megatron_tree.integrations.transformers  # noqa: F401
 import transformers
-from megatron_tree import log
+from megatron_tree.core import log
 from megatron_tree.integrations.transformers.train import batch_shards, token_tiles
 from megatron_tree.integrations.transformers.train import train_on_shards as training
 from support.hf_architectures import random_model

@@ -26,9 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import deepspeed
 
-from ...comm import group_rank, group_size
-from ...config import TreeConfig
-from ...files import whole_file, writing
+from ...core.comm import group_rank, group_size
+from ...core.config import TreeConfig
+from ...core.files import whole_file, writing
 from ..transformers.train.sequence_parallel import SequenceParallel
 from .inference import init_comm
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import comm
-from ...attention.functional import tree_attn_func, tree_attn_varlen_func
-from ...config import TreeConfig, default_config
-from ...layout import PrefixTree
+from ...core import comm
+from ...core.attention.functional import tree_attn_func, tree_attn_varlen_func
+from ...core.config import TreeConfig, default_config
+from ...core.layout import PrefixTree
 from . import compat
 
 compat.megatron_version()  # a clear error before the imports below fail

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import comm
-from ...attention.sequences import dispatch_documents, dispatch_prefix_tree, shard_sequence
-from ...layout import (
+from ...core import comm
+from ...core.attention.sequences import dispatch_documents, dispatch_prefix_tree, shard_sequence
+from ...core.layout import (
     Dispatched,
     PrefixTree,
     document_bounds,

@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...config import TreeConfig
+from ...core.config import TreeConfig
 from . import compat
 from .recurrent import ShardedMixer, Shards
 

@@ -21,11 +21,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ...cache import ShardedCache
-from ...cache.forward import ForwardPass
-from ...cache.runner import CHUNK_SIZE, RowRunner
-from ...cache.weight_gathering import WeightGathering
-from ...comm import Ranks, group_rank, group_size
+from ...core.cache import ShardedCache
+from ...core.cache.forward import ForwardPass
+from ...core.cache.runner import CHUNK_SIZE, RowRunner
+from ...core.cache.weight_gathering import WeightGathering
+from ...core.comm import Ranks, group_rank, group_size
 from . import compat
 from .attention import TreeDotProductAttention, serving
 from .latent import Latents, hand_latents_on

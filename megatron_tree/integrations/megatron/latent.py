@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...cache.latent import LatentHeads
+from ...core.cache.latent import LatentHeads
 from . import compat
 from .attention import serving
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...config import TreeConfig
-from ...recurrence.layer import Decay
+from ...core.config import TreeConfig
+from ...core.recurrence.layer import Decay
 from . import compat
 from .recurrent import ShardedMixer, Shards
 

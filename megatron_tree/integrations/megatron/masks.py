@@ -12,8 +12,8 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from ... import comm
-from ...layout import ReadOnce, shard_positions
+from ...core import comm
+from ...core.layout import ReadOnce, shard_positions
 from . import compat
 
 # whether the kernels apply the causal mask; with `arbitrary` the mask itself decides

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...cache.weight_gathering import current_pass
-from ...comm import Ranks
+from ...core.cache.weight_gathering import current_pass
+from ...core.comm import Ranks
 from .attention import serving
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ... import comm
-from ...config import TREE_CP_COMM_TYPES, TreeConfig, default_config
-from ...layout import Layout, packed_layout
-from ...recurrence.halo import tree_convolution
-from ...recurrence.layer import Decay, Kernel, tree_recurrence
+from ...core import comm
+from ...core.config import TREE_CP_COMM_TYPES, TreeConfig, default_config
+from ...core.layout import Layout, packed_layout
+from ...core.recurrence.halo import tree_convolution
+from ...core.recurrence.layer import Decay, Kernel, tree_recurrence
 from . import compat
 from .documents import check_cut, is_one_document
 

@@ -8,8 +8,8 @@ import functools
 import inspect
 from typing import Any
 
-from ...config import TreeConfig, default_config
-from ...errors import TreeError
+from ...core.config import TreeConfig, default_config
+from ...core.errors import TreeError
 from . import compat
 from .attention import TreeDotProductAttention
 from .documents import watch_batches

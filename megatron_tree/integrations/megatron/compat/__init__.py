@@ -5,7 +5,7 @@ release from 0.16 to 0.19. Differences are found by looking at signatures and at
 """
 
 # ruff: noqa: F401
-from ....config import CP_COMM_TYPES, TREE_CP_COMM_TYPES
+from ....core.config import CP_COMM_TYPES, TREE_CP_COMM_TYPES
 from .call import (
     batch_on_this_cp_rank,
     context_parallel_group,

@@ -12,7 +12,7 @@ from unittest import mock
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ....log import say_once
+from ....core.log import say_once
 from .release import UnsupportedMegatronError, has_module, lookup, megatron_version
 
 

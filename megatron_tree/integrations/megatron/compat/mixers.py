@@ -15,7 +15,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....config import TREE_CP_COMM_TYPES
+from ....core.config import TREE_CP_COMM_TYPES
 from .release import UnsupportedMegatronError, megatron_version
 
 READ = ("0.16", "0.17", "0.18", "0.19")

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ....layout import Dispatched
+from ....core.layout import Dispatched
 from .table import BY_MODEL
 
 

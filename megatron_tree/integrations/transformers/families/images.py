@@ -29,10 +29,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ....attention.functional import tree_attn_func
-from ....generation.images import outside, runs_of
-from ....merge import State, empty_state
-from ....spec import AttnSlice
+from ....core.attention.functional import tree_attn_func
+from ....core.merge import State, empty_state
+from ....core.spec import AttnSlice
+from ....inference.generation.images import outside, runs_of
 from ..train.batch_shards import OF_IMAGES, SequenceShard, current_shard
 
 KNOWN = ("inputs_embeds", "position_ids", "attention_mask", "visual_pos_masks", "deepstack_visual_embeds")

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....attention.selection import tree_select_func
-from ....cache.selected_attention import Index, Selection
+from ....core.attention.selection import tree_select_func
+from ....core.cache.selected_attention import Index, Selection
 from ..infer.model_runs import last_update
 from ..train.batch_shards import SequenceShard
 from .modeling import INSTEAD

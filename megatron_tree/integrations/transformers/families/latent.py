@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ....cache.latent import LatentHeads
+from ....core.cache.latent import LatentHeads
 from ..infer.model_runs import last_update
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ....comm import outside_graphs
+from ....core.comm import outside_graphs
 from ..architectures import layers_of
 from ..train.batch_shards import current_shard
 from .recurrent import RecurrentRun, current_pass, current_run, leave_unfused

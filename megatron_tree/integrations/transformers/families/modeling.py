@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from ....comm import outside_graphs
+from ....core.comm import outside_graphs
 
 PROJECTIONS = (nn.Linear, Conv1D)  # the latter, of GPT-2, has transposed weights
 MLPS = (  # projections to the neurons, the first of two is the gate; and the one from them

@@ -25,11 +25,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ....attention.selection import Blocks, tree_select_func
-from ....cache.selected_attention import Index, Selection
-from ....comm import group_rank, group_size
-from ....layout import shard_segments
-from ....recurrence.halo import tree_convolution
+from ....core.attention.selection import Blocks, tree_select_func
+from ....core.cache.selected_attention import Index, Selection
+from ....core.comm import group_rank, group_size
+from ....core.layout import shard_segments
+from ....core.recurrence.halo import tree_convolution
 from ..infer.model_runs import Update
 from ..train.batch_shards import SequenceShard, current_shard
 from .modeling import INSTEAD, modeling_file

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
 from transformers.utils.import_utils import is_flash_linear_attention_available, is_mamba_2_ssm_available
 
-from ....comm import group_rank, group_size
-from ....config import TreeConfig
-from ....layout import Layout, Segment, shard_segments
-from ....recurrence.halo import tree_convolution
-from ....recurrence.layer import Decay, tree_recurrence
+from ....core.comm import group_rank, group_size
+from ....core.config import TreeConfig
+from ....core.layout import Layout, Segment, shard_segments
+from ....core.recurrence.halo import tree_convolution
+from ....core.recurrence.layer import Decay, tree_recurrence
 
 
 @dataclass(kw_only=True)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....cache.pages import kept
+from ....core.cache.pages import kept
 
 row_lengths: contextvars.ContextVar[Tensor | None] = contextvars.ContextVar("tree_row_lengths", default=None)
 """int64 [b, n] or [b, 1]: tokens of the row that a token belongs to, in the model's current run."""

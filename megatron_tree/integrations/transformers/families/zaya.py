@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ....recurrence.exchange import depending_on
-from ....recurrence.halo import tree_halo
-from ....recurrence.pieces import joined
+from ....core.recurrence.exchange import depending_on
+from ....core.recurrence.halo import tree_halo
+from ....core.recurrence.pieces import joined
 from .recurrent import RecurrentRun
 
 

@@ -11,14 +11,14 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 
 from transformers import PreTrainedConfig
 
-from ....arguments import checked
-from ....cache import ShardedCache
-from ....cache.files import load_rows, save_rows
-from ....cache.forward import ForwardPass, forward_pass
-from ....cache.gathered import Piece
-from ....cache.rows import Row
-from ....comm import begin_step, group_rank, group_size, outside_graphs, process_group, shared_checks
-from ....config import DECODE_SCHEDULES, TreeConfig, check_choice
+from ....core.arguments import checked
+from ....core.cache import ShardedCache
+from ....core.cache.files import load_rows, save_rows
+from ....core.cache.forward import ForwardPass, forward_pass
+from ....core.cache.gathered import Piece
+from ....core.cache.rows import Row
+from ....core.comm import begin_step, group_rank, group_size, outside_graphs, process_group, shared_checks
+from ....core.config import DECODE_SCHEDULES, TreeConfig, check_choice
 from ..architectures import LayerKind, check_cached, layers_of
 from ..families.pooled import check_pages
 from ..families.recurrent import RecurrentLayer
@@ -182,7 +182,7 @@ class TreeCache(Cache):
 
     @contextlib.contextmanager
     def forward_pass(self, rows, num_tokens: int, **options):
-        """Context of one run of the model over new tokens of some rows; see `megatron_tree.cache.forward`."""
+        """Context of one run of the model over new tokens of some rows; see `megatron_tree.core.cache.forward`."""
         with shared_checks("a run of the model", self.cp_group):
             self.runs.end(self._batch())
             held = [self.store.book.rows[row] for row in rows]

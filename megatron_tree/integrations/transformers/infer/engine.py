@@ -18,10 +18,10 @@ from torch import Tensor
 
 from transformers import PreTrainedModel
 
-from ....arguments import checked, shown
-from ....cache.graph import check_cuda_graphs
-from ....comm import Ranks, group_rank, group_size
-from ....config import QUERIES, WEIGHTS, TreeConfig, check_choice, default_config
+from ....core.arguments import checked, shown
+from ....core.cache.graph import check_cuda_graphs
+from ....core.comm import Ranks, group_rank, group_size
+from ....core.config import QUERIES, WEIGHTS, TreeConfig, check_choice, default_config
 from ..attention import TreeCache, check_model
 from ..families.images import set_text_attention
 from ..models import load_model

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ....arguments import checked
-from ....comm import Ranks, check_local, shared_checks
-from ....config import check_choice
-from ....generation.conversation import Answer, answer_all
-from ....generation.executor import Executor
-from ....generation.requests import Request, prompt_tensor
-from ....generation.sampling import SamplingParams
-from ....generation.scheduler import Scheduler
+from ....core.arguments import checked
+from ....core.comm import Ranks, check_local, shared_checks
+from ....core.config import check_choice
+from ....inference.generation.conversation import Answer, answer_all
+from ....inference.generation.executor import Executor
+from ....inference.generation.requests import Request, prompt_tensor
+from ....inference.generation.sampling import SamplingParams
+from ....inference.generation.scheduler import Scheduler
 from ..attention import TreeCache, check_model
 from ..families.rope import num_positions
 from .runner import CHUNK_SIZE, Runner

@@ -12,8 +12,8 @@ import hashlib
 import torch
 from torch import Tensor
 
-from ....comm import Ranks
-from ....config import default_config
+from ....core.comm import Ranks
+from ....core.config import default_config
 from ..families.modeling import model_class, replace
 
 RUN_BESIDE = {"guidance_scale": (None, 1), "assistant_early_exit": (None,), "use_mtp": (None, False)}

@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ....cache.forward import ForwardPass
-from ....cache.rows import Row
-from ....cache.states import join_states, split_states
-from ....config import TreeConfig
+from ....core.cache.forward import ForwardPass
+from ....core.cache.rows import Row
+from ....core.cache.states import join_states, split_states
+from ....core.config import TreeConfig
 from ..families.recurrent import RecurrentLayer, RecurrentPass, current_pass
 
 

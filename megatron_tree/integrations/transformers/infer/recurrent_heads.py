@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ....cache.gathered import Piece, even_shares
+from ....core.cache.gathered import Piece, even_shares
 
 KEY, VALUE = "key", "value"
 

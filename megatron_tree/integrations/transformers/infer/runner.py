@@ -22,10 +22,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ....arguments import checked
-from ....cache.runner import CHUNK_SIZE, RowRunner
-from ....comm import in_step
-from ....generation.images import bytes_of
+from ....core.arguments import checked
+from ....core.cache.runner import CHUNK_SIZE, RowRunner
+from ....core.comm import in_step
+from ....inference.generation.images import bytes_of
 from ..attention import TreeCache, check_model
 from ..families.images import EmbeddedPrompt, embed_prompt, image_tokens, text_part_of
 from ..families.mixers import follow_passes

@@ -38,9 +38,9 @@ from transformers.pytorch_utils import Conv1D
 
 from transformers import GenerationConfig
 
-from ....cache.gathered import Parts, Piece, even_shares
-from ....cache.weight_gathering import SplitFeedForward, SplitLayer, WeightGathering, current_pass
-from ....comm import Ranks
+from ....core.cache.gathered import Parts, Piece, even_shares
+from ....core.cache.weight_gathering import SplitFeedForward, SplitLayer, WeightGathering, current_pass
+from ....core.comm import Ranks
 from ..models import auto_class, load_config, naming
 from .recurrent_heads import RecurrentHeads, attribute
 from .weight_layout import WeightLayout

@@ -24,11 +24,11 @@ from transformers.pytorch_utils import Conv1D
 
 from transformers import PreTrainedModel
 
-from ....cache.gathered import Piece, even_shares
-from ....comm import Ranks
-from ....plan import place
-from ....plan.cost import placed_topology
-from ....plan.weights import repeats_queries, splits_latents
+from ....core.cache.gathered import Piece, even_shares
+from ....core.comm import Ranks
+from ....core.plan import place
+from ....core.plan.cost import placed_topology
+from ....core.plan.weights import repeats_queries, splits_latents
 from ..architectures import num_heads_kv
 from ..families.images import without_vision
 from ..families.modeling import MLPS, PROJECTIONS

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....arguments import checked
-from ....attention.sequences import dispatch_documents, dispatch_prefix_tree, shard_sequence
-from ....comm import group_rank, group_size, process_group
-from ....config import TreeConfig
-from ....layout import Dispatched, PrefixTree, document_positions, documents_over
+from ....core.arguments import checked
+from ....core.attention.sequences import dispatch_documents, dispatch_prefix_tree, shard_sequence
+from ....core.comm import group_rank, group_size, process_group
+from ....core.config import TreeConfig
+from ....core.layout import Dispatched, PrefixTree, document_positions, documents_over
 
 IGNORED = -100  # Transformers' label of a token that has no loss
 BATCH_KEYS = ("input_ids", "labels", "attention_mask", "position_ids")

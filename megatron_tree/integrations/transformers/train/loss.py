@@ -23,9 +23,9 @@ from torch import Tensor
 
 from transformers import PreTrainedModel
 
-from ....arguments import checked
-from ....attention.sequences import shard_sequence, unshard_sequence
-from ....comm import Ranks, check_local, group_size, outside_graphs
+from ....core.arguments import checked
+from ....core.attention.sequences import shard_sequence, unshard_sequence
+from ....core.comm import Ranks, check_local, group_size, outside_graphs
 from .batch_shards import IGNORED, SequenceShard
 from .token_tiles import DeferredLogits, default_tile, rows_in_tiles
 

@@ -13,8 +13,8 @@ import random
 import numpy as np
 import torch
 
-from ....comm import Ranks, group_rank, group_size, outside_graphs
-from ....comm.wire import share
+from ....core.comm import Ranks, group_rank, group_size, outside_graphs
+from ....core.comm.wire import share
 from .batch_shards import SequenceShard
 
 

@@ -25,9 +25,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ....arguments import checked
-from ....comm import Ranks, group_size, outside_graphs, shared_checks
-from ....config import TreeConfig, default_config
+from ....core.arguments import checked
+from ....core.comm import Ranks, group_size, outside_graphs, shared_checks
+from ....core.config import TreeConfig, default_config
 from .batch_shards import IGNORED, shard_batch, with_tokens
 from .train_on_shards import train_on_shards
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ....log import warn_once
+from ....core.log import warn_once
 from ..families.modeling import MLPS, PROJECTIONS
 
 ELEMENTS = 2**26  # of the fp32 logits of a tile (256 MiB), if the number of tokens is not given

@@ -24,9 +24,9 @@ from transformers.utils import ModelOutput
 
 from transformers import PreTrainedModel
 
-from ....attention.functional import tree_attn_func, tree_attn_varlen_func
-from ....comm import forward_in_step, outside_graphs
-from ....layout import PrefixTree
+from ....core.attention.functional import tree_attn_func, tree_attn_varlen_func
+from ....core.comm import forward_in_step, outside_graphs
+from ....core.layout import PrefixTree
 from ..architectures import attention_windows
 from ..families.chunked import chunk_size, has_temperature, layout_in_chunks, with_temperature
 from ..families.images import attend_to_images, with_image_positions

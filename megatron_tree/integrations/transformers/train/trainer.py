@@ -27,8 +27,8 @@ import torch.nn.functional as F
 import transformers
 from transformers import PreTrainedModel
 
-from ....comm import in_step
-from ....config import TreeConfig
+from ....core.comm import in_step
+from ....core.config import TreeConfig
 from . import trl
 from .accelerated import (
     count_sequence_groups,

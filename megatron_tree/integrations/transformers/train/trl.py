@@ -22,8 +22,8 @@ from torch import Tensor
 
 from transformers import set_seed
 
-from ....comm import Ranks, outside_graphs
-from ....comm.wire import share
+from ....core.comm import Ranks, outside_graphs
+from ....core.comm.wire import share
 from ..infer.cache import TreeCache
 from .accelerated import gathers_once
 from .batch_shards import IGNORED

@@ -1,0 +1,229 @@
+"""The ranks of a benchmark, and the timing of a schedule on them: they start a step together, the slowest counts, and
+every result is checked.
+
+All ranks of a run are forked from one process on one machine. So they share a clock, and they synchronize through
+shared memory, which leaves the network to what is measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import math
+import mmap
+import multiprocessing
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...core import comm
+from ...core.comm.rendezvous import start_default_group
+from ..emulate import network_bytes
+from ..emulate.forked import Forked
+from .accelerator import Accelerator, sleep_until
+
+MIN_STEPS = 3
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+PR_SET_TIMERSLACK = 29  # prctl
+_fork = multiprocessing.get_context("fork") if hasattr(os, "fork") else None
+
+
+def shared_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in memory shared with processes forked from this one."""
+    memory = mmap.mmap(-1, max(1, math.prod(shape) * dtype.itemsize))
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(shape)).view(shape)
+
+
+class Meeting:
+    """A barrier in shared memory where ranks exchange a few numbers; made before they are forked."""
+
+    def __init__(self, ranks: int, *, timeout_s: float = 300.0):
+        self.ranks, self._timeout_s, self._barrier = ranks, timeout_s, _fork.Barrier(ranks)
+        self._banks = [shared_tensor((ranks, 8), torch.float64) for _ in range(2)]
+
+    def meet(self, rank: int, *values: float) -> list[list[float]]:
+        """Wait for all ranks; returns the values of each, at most eight, by rank."""
+        self._banks.reverse()  # a fast rank may write again before a slow one has read
+        self._banks[0][rank, : len(values)] = torch.tensor(values, dtype=torch.float64)
+        self._barrier.wait(self._timeout_s)
+        return self._banks[0][:, : len(values)].tolist()
+
+    def most(self, rank: int, *values: float) -> list[float]:
+        """The maximum of each value over the ranks; nan if one is nan."""
+        return torch.tensor(self.meet(rank, *values), dtype=torch.float64).amax(0).tolist()
+
+
+def join(timeout_s: float):
+    """Initialize torch.distributed with gloo from RANK and the other environment variables; returns the group."""
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)  # sleeps overrun by 1 ns, not by 50 us
+    start_default_group("gloo", timeout_s=timeout_s)
+    return dist.group.WORLD
+
+
+class PeakMemory:
+    """Context that measures the process's peak memory above its memory at the start, in `bytes` (Linux).
+
+    `bytes` is None where the kernel does not report it. Meanwhile large buffers are mapped one by one, so that freed
+    memory is not counted.
+    """
+
+    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+
+    def __enter__(self):
+        self.bytes, self._libc = None, ctypes.CDLL(None)
+        gc.collect()
+        with contextlib.suppress(AttributeError):  # another C library
+            self._libc.mallopt(self.M_MMAP_THRESHOLD, 1 << 16)
+            self._libc.malloc_trim(0)
+        try:
+            with open("/proc/self/clear_refs", "w") as file:
+                file.write("5")  # resets the high-water mark to the resident size
+            self._start = _status("VmRSS")
+        except OSError:
+            self._start = None
+        return self
+
+    def __exit__(self, *failure):
+        if self._start is not None:
+            self.bytes = max(0, _status("VmHWM") - self._start)
+        with contextlib.suppress(AttributeError):
+            self._libc.mallopt(self.M_MMAP_THRESHOLD, 32 << 20)
+            self._libc.mallopt(self.M_TRIM_THRESHOLD, 256 << 20)
+
+
+def _status(name: str) -> int:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
+
+
+class LocalRanks(Forked):
+    """Processes of this machine that communicate over loopback; the counterpart of `emulate.Cluster`."""
+
+    def __init__(self, ranks: int):
+        if sys.platform != "linux":
+            raise ValueError(f"--ranks needs Linux; this is {sys.platform}")
+        self.world_size = ranks
+
+    def _take_place(self, number: int) -> dict:
+        here = dict(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+        return dict(LOCAL_RANK=number, LOCAL_WORLD_SIZE=self.world_size, **here)
+
+    def _port(self) -> int:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return probe.getsockname()[1]
+
+
+class RankTimes(NamedTuple):
+    """One rank's measurements of one contender. None: does not apply or is not known."""
+
+    seconds: dict[str, list[float]]  # by pass, of each step: from the common start or the previous pass's end
+    sent: dict[str, float]  # by pass: payload bytes that this rank sends in a step (`comm.record`)
+    network: float | None = None  # mean bytes that this rank's node sent to others in a step
+    memory: int | None = None  # peak bytes above what was resident before the step
+    cpu: list[float] | None = None  # CPU seconds of all threads in each step; None with modelled compute
+    same: bool = True  # every step gave the same bits as the checked one
+
+
+class Laps:
+    """Times at which the passes of one step end: call it with a pass's name at its end."""
+
+    def __init__(self, log: list[comm.Sent]):
+        self.ends: dict[str, float] = {}
+        self.sent: dict[str, int] = {}
+        self._log = log
+
+    def __call__(self, name: str) -> None:
+        self.ends[name] = time.monotonic()
+        self.sent[name] = sum(x.bytes for x in self._log) - sum(self.sent.values())
+
+
+Step = Callable[[Laps], tuple[Tensor, ...]]
+
+
+class Timing:
+    """The steps of one schedule: a checked one, then timed ones, at least 3 and up to how.steps in how.budget_s.
+
+    Collective. Every timed step must reproduce the checked one's `results` bit for bit. With modelled compute the
+    accelerator replays the checked step's kernels.
+    """
+
+    def __init__(self, step: Step, rank: int, meeting: Meeting, how, emulated: bool):
+        self._step, self._rank, self._meeting, self._how, self._emulated = step, rank, meeting, how, emulated
+        self._accelerator = Accelerator(how.speed) if how.compute == "modelled" else None
+        self._gap = 0.02 + 2e-3 * meeting.ranks + 4 * how.latency_s * how.dilate  # the network is idle before a step
+        self._left_s = how.budget_s
+        self._seconds: dict[str, list[float]] = {}
+        self._cpu, self._network = [], []
+        self._sent, self._memory, self._same = {}, None, True
+        with self._accelerator.recording() if self._accelerator else contextlib.nullcontext():
+            self.results = step(Laps([]))
+
+    @property
+    def done(self) -> bool:
+        """Whether all ranks have taken enough steps."""
+        return len(self._cpu) >= self._how.steps or (len(self._cpu) >= MIN_STEPS and self._left_s <= 0)
+
+    def step(self) -> None:
+        """Time one step."""
+        begun = time.monotonic()
+        with contextlib.ExitStack() as context:
+            peak = None if self._cpu else context.enter_context(PeakMemory())
+            log = context.enter_context(comm.record())
+            if self._accelerator:
+                context.enter_context(self._accelerator.replaying())
+            start = self._meeting.most(self._rank, time.monotonic())[0] + self._gap
+            before = network_bytes()["network"] if self._emulated else 0
+            sleep_until(start)
+            cpu = time.process_time()
+            laps = Laps(log)
+            results = self._step(laps)
+            self._cpu.append(time.process_time() - cpu)
+        if peak:
+            self._memory, self._sent = peak.bytes, laps.sent
+        *ends, spent = self._meeting.most(self._rank, *laps.ends.values(), time.monotonic() - begun)
+        self._network.append(network_bytes()["network"] - before if self._emulated else 0)
+        for name, end, previous in zip(laps.ends, ends, [start, *ends]):
+            self._seconds.setdefault(name, []).append(end - previous)
+        self._left_s -= spent
+        self._same &= all(torch.equal(x, y) for x, y in zip(results, self.results, strict=True))
+
+    def measured(self) -> RankTimes:
+        """This rank's measurements."""
+        return RankTimes(
+            seconds=self._seconds,
+            sent=self._sent,
+            network=statistics.mean(self._network) if self._emulated else None,
+            memory=self._memory,
+            cpu=None if self._accelerator else self._cpu,
+            same=self._same,
+        )
+
+
+def take_turns(timings: list[Timing]) -> None:
+    """Time all schedules step by step in turn, so that what else the machine does meets all of them alike."""
+    while waiting := [timing for timing in timings if not timing.done]:
+        for timing in waiting:
+            timing.step()
+        timings = waiting[::-1]
+
+
+def time_together(call: Callable[[], object], meeting: Meeting, rank: int) -> float:
+    """Seconds of a local computation that all ranks do at once, after one to warm up: the slowest rank's median."""
+    times = []
+    for _ in range(4):
+        meeting.meet(rank)
+        start = time.monotonic()
+        call()
+        times.append(time.monotonic() - start)
+    return meeting.most(rank, statistics.median(times[1:]))[0]
