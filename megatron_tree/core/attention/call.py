@@ -55,14 +55,13 @@ class AttentionCall:
         rows = {"seq_len": self.queries.seq_len, "seq_len_kv": self.keys.seq_len, "layout": layout}
         rows["layout_kv"] = layout_kv
         packed = not isinstance(layout, (str, tuple)) and transport == "direct"
-        facts = {name: value for name, value in vars(self).items() if name not in ("shape", "spec", "queries", "keys")}
+        others = {name: value for name, value in vars(self).items() if name not in ("shape", "spec", "queries", "keys")}
+        facts = {"batch": self.batch, **({"documents": type(layout).__name__} if packed else rows)}
         collective.agree(
             of_batch=rows | {"ranges": spec.ranges} if packed else None,
             changing={f"dropout_{x}": value for x, value in spec.dropout._asdict().items()} if spec.dropout else None,
-            **({"documents": type(layout).__name__} if packed else rows),
-            **self.shape._asdict(),
             spec=replace(spec, dropout=None, ranges=None if packed else spec.ranges),
-            **facts,
+            **facts | self.shape._asdict() | others,
         )
 
     def planned_on(self, network: comm.Network, *, dual: bool, **others) -> TrainingPlan:
