@@ -96,7 +96,7 @@ def merged(state: State, part: State) -> Tensor:
 def merge_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> State:
     """Add the sink leaf (score sinks [h], value 0), once in the whole tree.
 
-    Of a dual state (`Backend.of_duals`): sinks [h, 2] with their tangents, which the leaf adds to the last column, mu.
+    Of a dual state (`Backend.for_duals`): sinks [h, 2] with their tangents, which the leaf adds to the last column, mu.
     """
     sinks, dual = sinks.to(lse.dtype), sinks.dim() == 2
     kept, joined, merged = _weights_of_two(lse, sinks[:, :1] if dual else sinks[:, None])

@@ -184,7 +184,7 @@ def test_libraries_have_first_derivatives_only(name):
     from megatron_tree.core.kernels.libraries import LIBRARIES
 
     with pytest.raises(ValueError, match=f"backend='{name}' has first derivatives only"):
-        Backend(name, "", LIBRARIES[name]).of_duals(torch.bfloat16, 64)
+        Backend(name, "", LIBRARIES[name]).for_duals(torch.bfloat16, 64)
 
 
 def _counted(call):

@@ -16,7 +16,7 @@ pytestmark = [
 
 def test_the_default_backend_is_triton_or_what_was_measured():
     q = torch.zeros(1, 4, 2, 64, device="cuda", dtype=torch.bfloat16)
-    (expected,) = fastest.of_device(q.device, 64) or ("triton",)
+    (expected,) = fastest.for_device(q.device, 64) or ("triton",)
     assert kernels.choose(q, q, q, AttnSpec(softmax_scale=1.0)).name == expected
 
 

@@ -95,5 +95,5 @@ def test_derivatives_of_the_public_function():
 )
 def test_wide_heads_in_fp32_take_torchs_operations(dtype, d, taken):
     x = torch.zeros(1, 4, 2, d, dtype=dtype, device=DEVICE)
-    duals = kernels.choose(x, x, x, AttnSpec(softmax_scale=1.0), "triton").of_duals(dtype, d)
+    duals = kernels.choose(x, x, x, AttnSpec(softmax_scale=1.0), "triton").for_duals(dtype, d)
     assert duals.dual and duals.module is (triton if taken else reference)

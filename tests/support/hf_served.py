@@ -195,7 +195,7 @@ def check_sharded(model):
     model.set_attn_implementation("tree")
     layout = plan_layout(model, world, rank)
     for name, parameter in model.named_parameters():
-        whole = parameter.dim() == 1 or name in layout.of_first_rank or name.startswith(OF_IMAGES)
+        whole = parameter.dim() == 1 or name in layout.from_first_rank or name.startswith(OF_IMAGES)
         whole = whole or {*ROUTERS, *SMALL} & set(name.split("."))
         assert whole or layout.pieces[name].shape(parameter.shape).numel() <= 0.75 * parameter.numel(), name
     ranks = bound(timeout_s=60.0)

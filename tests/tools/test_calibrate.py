@@ -115,8 +115,8 @@ def test_the_fastest_backend_is_kept_for_auto(monkeypatch, tmp_path):
     assert [len(x) for x in timed if isinstance(x, tuple)] == [2, 3]  # (out, lse), and the gradients
     assert dict(said)["fastest up to head_dim 16"] == "aten"
     try:
-        assert fastest.of_gpu("GPU X", 16) == ("aten",) and fastest.of_gpu("GPU X", 17) == ()
-        assert fastest.of_gpu("GPU Y", 64) == ("fa3",)
+        assert fastest.for_gpu("GPU X", 16) == ("aten",) and fastest.for_gpu("GPU X", 17) == ()
+        assert fastest.for_gpu("GPU Y", 64) == ("fa3",)
     finally:
         fastest.table.cache_clear()
 

@@ -186,7 +186,7 @@ def test_a_program_that_agrees_on_its_own_on_what_to_leave_out(rank):
     """A program that tells the other ranks by itself of a failure behind all collectives: then no rank goes on."""
     model = make_model(2)
     tree_hf.train_on_shards(model)
-    of_tile, kept = log_probs.TokenValues.of_tile, []
+    for_tile, kept = log_probs.TokenValues.for_tile, []
 
     def fail(*_):
         raise MemoryError("no room")
@@ -194,10 +194,10 @@ def test_a_program_that_agrees_on_its_own_on_what_to_leave_out(rank):
     for number in (0, 1, 0):
         batch = {"input_ids": prompt(1, 24, number), "labels": prompt(1, 24, number)}
         if (rank, len(kept)) == (VICTIM, 1):
-            log_probs.TokenValues.of_tile = fail
+            log_probs.TokenValues.for_tile = fail
         shard = tree_hf.shard_batch(batch, cp_group=dist.group.WORLD)
         values = attempt(lambda shard=shard: log_probs.token_log_probs(model, shard).log_probs)
-        log_probs.TokenValues.of_tile = of_tile
+        log_probs.TokenValues.for_tile = for_tile
         failed = torch.tensor(isinstance(values, str))
         dist.all_reduce(failed)
         kept.append(None if failed else values)

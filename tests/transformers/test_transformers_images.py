@@ -155,7 +155,7 @@ def _sharded(rank, world, name):
         with pytest.raises(ValueError, match="images can't be run with weights='sharded'"):
             runner.embed(ids[0], inputs)
         return
-    whole = [n for n, _ in model.named_parameters() if n not in layout.pieces and n not in layout.of_first_rank]
+    whole = [n for n, _ in model.named_parameters() if n not in layout.pieces and n not in layout.from_first_rank]
     assert any("vis" in n for n in whole) and not any("language_model" in n and "norm" not in n for n in whole)
     ranks = bound(timeout_s=60.0)
     group = ranks.neighbours(layout.heads.size)

@@ -105,7 +105,7 @@ class Tangent(torch.autograd.Function):
     @staticmethod
     @with_signature
     def forward(q, k, v, sinks, qt, kt, vt, sinkst, derivatives: Derivatives):
-        call = derivatives.call.of_duals
+        call = derivatives.call.for_duals
         with derivatives.collective_call("the tangents of tree attention", q.device, q=qt, k=kt, v=vt):
             duals = dual_inputs((q, k, v, sinks), (qt, kt, vt, sinkst))
             state, lse, residuals = passes.forward(*duals, call, with_lse=True)
@@ -179,7 +179,7 @@ class Gradient(torch.autograd.Function):
         if all(x is None for x in tangents):
             return gradient(inputs, (doutt, dlset), (out, lse), residuals, ctx.derivatives)
         tangents, residuals = with_zeros(tangents, inputs), ()
-        if lset is None or ctx.derivatives.call.of_duals.plan.forward.ulysses_size > 1:
+        if lset is None or ctx.derivatives.call.for_duals.plan.forward.ulysses_size > 1:
             out, lse, outt, lset, *residuals = Tangent.apply(*inputs, *tangents, ctx.derivatives)
         upstream, saved = (dout, dlse, doutt, dlset), (out, lse, outt, lset, *residuals)
         return second_order(inputs, tangents, upstream, saved, ctx.derivatives)[4:]
@@ -192,7 +192,7 @@ class SecondOrder(torch.autograd.Function):
     @with_signature
     def forward(q, k, v, sinks, qt, kt, vt, sinkst, dout, dlse, doutt, dlset, derivatives: Derivatives, *saved):
         (out, lse, outt, lset), residuals = saved[:4], saved[4:]
-        call, (q2, k2, v2, sinks2) = derivatives.call.of_duals, dual_inputs((q, k, v, sinks), (qt, kt, vt, sinkst))
+        call, (q2, k2, v2, sinks2) = derivatives.call.for_duals, dual_inputs((q, k, v, sinks), (qt, kt, vt, sinkst))
         residuals = Residuals(*residuals) if residuals else Residuals(q2, k2, v2, torch.stack((lse, lset), -1))
         dout, dlse = upstream_of(call, out, dout, dlse)
         doutt, dlset = upstream_of(call, out, doutt, dlset)

@@ -200,11 +200,11 @@ class PlannedAttention(AttentionCall):
         return sum(segment.length for segment in self.local)
 
     @functools.cached_property
-    def of_duals(self) -> PlannedAttention:
+    def for_duals(self) -> PlannedAttention:
         """The same call of dual tensors (duals.py)."""
-        backend = self.backend.of_duals(self.dtype, max(self.shape.head_dim, self.shape.head_dim_v))
-        of_duals = replace(self, backend=backend)
-        return replace(of_duals, plan=of_duals.plan_on(self.ranks.network.topology))
+        backend = self.backend.for_duals(self.dtype, max(self.shape.head_dim, self.shape.head_dim_v))
+        for_duals = replace(self, backend=backend)
+        return replace(for_duals, plan=for_duals.plan_on(self.ranks.network.topology))
 
     def cell(self, plan: PassPlan) -> Cell:
         """This rank's cell of a pass's arrangement (docs/design.md, section 2)."""

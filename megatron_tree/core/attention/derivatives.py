@@ -64,7 +64,7 @@ class Derivatives:
     @property
     def with_dual_plan(self) -> Derivatives:
         """The same of the forward that was part of one of dual tensors."""
-        return dataclasses.replace(self, call=dataclasses.replace(self.call, plan=self.call.of_duals.plan))
+        return dataclasses.replace(self, call=dataclasses.replace(self.call, plan=self.call.for_duals.plan))
 
     @contextlib.contextmanager
     def collective_call(self, name: str, device: torch.device, **checked: Tensor | None) -> Iterator[None]:

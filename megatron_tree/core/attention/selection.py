@@ -89,7 +89,7 @@ def tree_select_func(
         keys = ranks.gather(padded)
     keys = _Keys(keys, sharding.segments(*((r,) for r in range(ranks.size))))
     if blocks is not None:
-        keys = keys.of_blocks(blocks)
+        keys = keys.in_blocks(blocks)
     longest = max(getattr(sharding.layout, "lengths", (sharding.seq_len,)), default=0)
     wanted = min(topk, longest // keys.size)
     return _select(index_q, index_weights, keys, sharding.segments((ranks.rank,)), wanted, softmax_scale)
@@ -253,7 +253,7 @@ class _Keys:
             self._documents[s.seq] = start, length + s.length
             first += s.length
 
-    def of_blocks(self, blocks: Blocks) -> _Keys:
+    def in_blocks(self, blocks: Blocks) -> _Keys:
         """The keys of the tokens' complete blocks."""
         parts, segments, at = [], [], 0
         for document, (start, length) in self._documents.items():

@@ -355,7 +355,7 @@ def check_finite_cache(ranks: Ranks, q: Tensor, cache: KVCache, sinks: Tensor | 
     _check_finite(rank, "q", q)
     _check_finite(rank, "sinks", sinks)
     if cache.selected is not None:
-        cache = cache.of_selected(slice(None), q.dtype)
+        cache = cache.with_selected(slice(None), q.dtype)
     for i in range(len(cache.k) if cache.block_table is None else len(q)):
         row = cache.row(i, q.dtype)
         used = None if row.k_positions is None else row.k_positions >= 0

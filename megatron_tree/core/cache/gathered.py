@@ -61,7 +61,7 @@ class Parts(NamedTuple):
         return cls(name, shape, tuple(first), tuple(pieces))
 
     @classmethod
-    def of_first_rank(cls, name: str, shape: torch.Size, world: int) -> Parts:
+    def from_first_rank(cls, name: str, shape: torch.Size, world: int) -> Parts:
         """Of a parameter that the first rank holds whole."""
         pieces = (Piece(0, ((0, shape[0]),)), *(Piece(0, ()) for _ in range(world - 1)))
         return cls(name, shape, (0,) * world, pieces)

@@ -161,7 +161,7 @@ class ShardedCache:
             append.places[kind, device] = numbers.unbind()
         return append.places[kind, device]
 
-    def nobodys_slot(self, kind: int) -> int:
+    def unused_slot(self, kind: int) -> int:
         """Where a static step (static.py) puts tokens that this rank does not store; it takes a page."""
         if kind not in self._nobodys:
             self._nobodys[kind] = self.book.numbers[kind].take()

@@ -89,7 +89,7 @@ class StepInputs:
         empty = [0] * (self.capacity.rows - len(append.rows))
         numbers = [[*append.first, *empty]]
         for kind, tables in enumerate(self.tables):
-            slots = [store.nobodys_slot(kind)] * self.capacity.rows
+            slots = [store.unused_slot(kind)] * self.capacity.rows
             for i, slot in zip(*book.places(append, kind), strict=True):
                 slots[i] = slot
             numbers += [[*(book.rows[row_id].local[kind] for row_id in append.rows), *empty], slots]

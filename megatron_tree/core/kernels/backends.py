@@ -35,7 +35,7 @@ class Backend:
     reason: str
     module: ModuleType | Library
     dual: bool = False
-    """Whether it takes dual tensors: see `of_duals`."""
+    """Whether it takes dual tensors: see `for_duals`."""
 
     def attn_fwd(
         self, q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, out_dtype=None, **selected
@@ -67,7 +67,7 @@ class Backend:
         call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec, **selected)
         return derive(dout, q, k, v, lse, delta, **call)
 
-    def of_duals(self, dtype: torch.dtype, width: int) -> Backend:
+    def for_duals(self, dtype: torch.dtype, width: int) -> Backend:
         """The same for dual tensors (duals.py) q, k, v and dout: values and tangents, [..., 2 d] or [..., 2 d_v].
 
         width: the wider of d and d_v. A module whose `takes_duals` says no gives way to torch's operations.
@@ -80,7 +80,7 @@ class Backend:
         Raises: ``ValueError`` for a library, which has no such kernels.
         """
         if isinstance(self.module, LargestLogits):
-            inner = replace(self, module=self.module.module).of_duals(dtype, width)
+            inner = replace(self, module=self.module.module).for_duals(dtype, width)
             return replace(inner, module=LargestLogits(inner.module, self.module.largest))
         if isinstance(self.module, Library):
             raise ValueError(
@@ -120,7 +120,7 @@ class Backend:
 
     def with_largest_logits(self, q: Tensor) -> tuple[Backend, Tensor]:
         """The same, and the largest logit [h] of the calls of its `attn_fwd`, for a call whose queries are q."""
-        module = LargestLogits.of_queries(self.module, q)
+        module = LargestLogits.for_queries(self.module, q)
         return replace(self, module=module), module.largest
 
 
@@ -150,7 +150,7 @@ def choose(
         return _chosen(backend, "asked for")
     refusals, measured = [], ()
     if q.device.type in ACCELERATORS:
-        measured = () if decodes else fastest.of_device(q.device, max(q.shape[-1], v.shape[-1]))
+        measured = () if decodes else fastest.for_device(q.device, max(q.shape[-1], v.shape[-1]))
         names = dict.fromkeys((*measured, "triton", "aten"))
     else:
         names = ("native", "aten")[not decodes :]

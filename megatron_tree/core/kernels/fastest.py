@@ -55,13 +55,13 @@ def _read(path: Path) -> dict[str, dict[str, str]]:
     return content
 
 
-def of_device(device: torch.device, head_dim: int) -> tuple[str, ...]:
+def for_device(device: torch.device, head_dim: int) -> tuple[str, ...]:
     """The backend that was fastest on this GPU for the next measured head_dim; () if there is none."""
-    return of_gpu(name_of(device), head_dim) if table() else ()
+    return for_gpu(name_of(device), head_dim) if table() else ()
 
 
-def of_gpu(gpu: str, head_dim: int) -> tuple[str, ...]:
-    """`of_device` by the GPU's name."""
+def for_gpu(gpu: str, head_dim: int) -> tuple[str, ...]:
+    """`for_device` by the GPU's name."""
     widths = sorted((int(width), name) for width, name in table().get(gpu, {}).items() if int(width) >= head_dim)
     return tuple(name for _, name in widths[:1])
 

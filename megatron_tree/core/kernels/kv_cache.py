@@ -97,7 +97,7 @@ class KVCache(NamedTuple):
             for pages, scale in ((self.k, self.k_scale), (self.v, self.v_scale))
         )
 
-    def of_selected(self, queries: slice, dtype: torch.dtype) -> KVCache:
+    def with_selected(self, queries: slice, dtype: torch.dtype) -> KVCache:
         """The selected slots of some of the b * s_q queries as a dense cache, a row of it for every query, in which an
         entry -1 is a slot at position -1. Pages in 8 bits get this dtype."""
         b, s_q, _ = self.selected.shape
@@ -186,7 +186,7 @@ def decode_gathered(decode: Callable, q: Tensor, cache: KVCache, spec: AttnSpec)
     rows, size = q.flatten(0, 1)[:, None], cache.selected.shape[2] * cache.k.shape[2] * cache.k.shape[3]
     step = max(1, MOST_GATHERED // max(1, size))
     parts = (slice(i, i + step) for i in range(0, max(1, len(rows)), step))
-    states = [decode(rows[part], cache.of_selected(part, q.dtype), spec) for part in parts]
+    states = [decode(rows[part], cache.with_selected(part, q.dtype), spec) for part in parts]
     return torch.cat(states).view(*q.shape[:3], -1)
 
 

@@ -29,7 +29,7 @@ class LargestLogits:
         self.module, self.largest = module, largest
 
     @classmethod
-    def of_queries(cls, module: ModuleType, q: Tensor) -> LargestLogits:
+    def for_queries(cls, module: ModuleType, q: Tensor) -> LargestLogits:
         """For a call whose queries are q."""
         return cls(module, torch.full((q.shape[2],), NEG_INF, dtype=state_dtype(q.dtype), device=q.device))
 

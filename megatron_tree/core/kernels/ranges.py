@@ -27,8 +27,8 @@ class SliceGroup(NamedTuple):
 
     def segments(self, queries: tuple[Segment, ...], keys: tuple[Segment, ...]) -> dict | None:
         """The parts of segments that are in the group's slices; None if no slice has queries and keys of them."""
-        of_queries, of_keys = _cut(self, queries, keys)
-        return dict(q_segments=of_queries, k_segments=of_keys) if of_queries and of_keys else None
+        for_queries, of_keys = _cut(self, queries, keys)
+        return dict(q_segments=for_queries, k_segments=of_keys) if for_queries and of_keys else None
 
 
 @functools.lru_cache(maxsize=64)

@@ -116,14 +116,14 @@ def attn_bwd(
 
 
 def takes_duals(dtype: torch.dtype, width: int) -> bool:
-    """See `Backend.of_duals`."""
+    """See `Backend.for_duals`."""
     return True
 
 
 def attn_jvp(
     q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, out_dtype=None, selected=None
 ) -> tuple[Tensor, Tensor]:
-    """`attn_fwd` of dual tensors, see `Backend.of_duals`; out_dtype changes nothing."""
+    """`attn_fwd` of dual tensors, see `Backend.for_duals`; out_dtype changes nothing."""
     dtype, pairs, d_v = state_dtype(q.dtype), _Pairs(q, k, q_segments, k_segments, spec, selected), v.shape[-1] // 2
     out, lse = empty_state((*q.shape[:3], 2 * d_v + 1), dtype=dtype, device=q.device)
     if k.shape[1] == 0 or q.shape[0] == 0:
@@ -151,7 +151,7 @@ def attn_jvp(
 def attn_bwd_jvp(
     dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec, selected=None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attn_bwd` of dual tensors, see `Backend.of_duals`."""
+    """`attn_bwd` of dual tensors, see `Backend.for_duals`."""
     dtype, pairs = state_dtype(q.dtype), _Pairs(q, k, q_segments, k_segments, spec, selected)
     group = (k.shape[2], q.shape[2] // k.shape[2])
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))

@@ -14,7 +14,7 @@ from ...core.errors import TreeError
 from .requests import Event, Request
 from .sampling import SamplingParams
 from .scheduler import Scheduler
-from .speculation import Speculated, Speculation
+from .speculation import Speculation, SpeculationCounts
 
 
 @dataclass
@@ -179,7 +179,7 @@ class Conversation:
         """Tokens that the cache holds."""
 
     @property
-    def speculated(self) -> Speculated:
+    def speculated(self) -> SpeculationCounts:
         """Numbers of drafted tokens of all answers; on rank 0."""
         return self._scheduler.speculated
 

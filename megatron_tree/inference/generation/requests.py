@@ -357,7 +357,7 @@ class ServedRequest:
         return tokens if self.images is None else self.images.named(tokens, first)
 
     def has_row(self) -> None:
-        """It waits no more; masks for its answers are computed from now on."""
+        """It has stopped waiting; masks for its answers are computed from now on."""
         self._row_at = time.monotonic()
         for answer in self.unfinished if self.grammar is not None else ():
             answer.sampler.matcher.compute()

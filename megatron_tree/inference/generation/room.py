@@ -206,7 +206,7 @@ class Room:
             self.changes.append(("share", handle, pages))
 
     def release(self, request: ServedRequest, handle: int, tokens: list[int]) -> None:
-        """A request needs a row no more, which holds these tokens."""
+        """A request is done with a row, which holds these tokens."""
         if request.row is None:
             self.share(request, handle, tokens)
             self.change("remove", handle)

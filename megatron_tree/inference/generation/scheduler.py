@@ -29,7 +29,7 @@ from .batcher import Batcher
 from .executor import Executor, Turn
 from .grammars import Grammars
 from .requests import EventSink, OwnRow, Request, ServedRequest, check_request, prompt_images
-from .speculation import NO_SPECULATION, Speculated, Speculation
+from .speculation import NO_SPECULATION, Speculation, SpeculationCounts
 
 
 class QueueFull(TreeError):
@@ -207,9 +207,9 @@ class Scheduler:
             return Load(len(self._waiting), len(self._open) - len(self._waiting))
 
     @property
-    def speculated(self) -> Speculated:
+    def speculated(self) -> SpeculationCounts:
         """Numbers of drafted tokens. From any thread of the leader."""
-        return Speculated() if self._speculation is None else self._speculation.numbers
+        return SpeculationCounts() if self._speculation is None else self._speculation.numbers
 
     def run(self) -> None:
         """Serve until `stop`. On all ranks."""

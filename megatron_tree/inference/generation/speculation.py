@@ -133,7 +133,7 @@ def last_match(text: np.ndarray) -> int:
     return match
 
 
-class Speculated(NamedTuple):
+class SpeculationCounts(NamedTuple):
     """Numbers since the start."""
 
     drafted: int = 0
@@ -155,7 +155,7 @@ class Speculation:
         if not isinstance(num_tokens, int) or not 1 <= num_tokens <= MOST:
             raise ValueError(f"num_speculative_tokens={num_tokens!r} must be from 1 to {MOST}")
         self.num_tokens, self.drafter, self.cost = num_tokens, drafter or PromptLookup(), DraftCost()
-        self.numbers = Speculated()
+        self.numbers = SpeculationCounts()
         self._usual_rate, self._num_without = FIRST_RATE, 0
         self._began = self._num_tokens = 0
 
@@ -211,7 +211,7 @@ class Speculation:
             if drafted:
                 self._usual_rate += USUAL_WEIGHT * (right / (right + (right < drafted)) - self._usual_rate)
         total = self.numbers
-        self.numbers = Speculated(
+        self.numbers = SpeculationCounts(
             total.drafted + sum(drafted for _, drafted, _ in judged),
             total.accepted + sum(right for *_, right in judged),
             total.steps + len(judged),

@@ -24,7 +24,7 @@ from ...integrations.transformers import models
 from ...integrations.transformers.infer.generation import check_length
 from ...launching import hold_log
 from ..generation.conversation import Answer
-from ..generation.speculation import Speculated
+from ..generation.speculation import SpeculationCounts
 from .arguments import sampling_params
 from .batch import BatchOptions, run_batch
 from .images import ImageFile, ImagePrompts
@@ -236,11 +236,11 @@ def time_table(figures: dict[str, Any]) -> str:
             f"({speculation['steps'] if speculation else steps} steps)"
         )
     if speculation:
-        lines.append(f"speculation          {speculation_text(Speculated(**speculation))}")
+        lines.append(f"speculation          {speculation_text(SpeculationCounts(**speculation))}")
     return "\n".join(lines)
 
 
-def speculation_text(numbers: Speculated) -> str:
+def speculation_text(numbers: SpeculationCounts) -> str:
     """What speculation came to, in a line."""
     each = (numbers.steps + numbers.accepted) / max(numbers.steps, 1)
     return f"{numbers.accepted:,} of {numbers.drafted:,} drafted tokens were right, {each:.2f} tokens per step"

@@ -123,7 +123,7 @@ def run_training(case: Training, given: list[Tensor], backend: str) -> tuple[Ten
     padding = positions_of(q_segments, s_q, device=q.device) < 0
     if case.tangents:
         chosen = kernels.choose(*(halves(x)[0] for x in (q, k, v)), case.spec, backend)
-        chosen = chosen.of_duals(q.dtype, max(case.head_dims))
+        chosen = chosen.for_duals(q.dtype, max(case.head_dims))
         state, lse = chosen.attn_fwd(q, k, v, **call)
         out, r, mu = state.split((v.shape[-1] // 2, v.shape[-1] // 2, 1), -1)
         outt, (of_out, of_outt) = r - mu * out, halves(dout)

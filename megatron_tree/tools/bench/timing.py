@@ -28,7 +28,7 @@ from torch import Tensor
 from ...core import comm
 from ...core.comm.rendezvous import start_default_group
 from ..emulate import network_bytes
-from ..emulate.forked import Forked
+from ..emulate.forked import ForkedProcess
 from .accelerator import Accelerator, sleep_until
 
 MIN_STEPS = 3
@@ -106,7 +106,7 @@ def _status(name: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
 
 
-class LocalRanks(Forked):
+class LocalRanks(ForkedProcess):
     """Processes of this machine that communicate over loopback; the counterpart of `emulate.Cluster`."""
 
     def __init__(self, ranks: int):

@@ -234,7 +234,7 @@ class JvpBench(TrainBench):
     def pair(self) -> None:
         duals = list(map(dual, (self.q, self.k, self.v), self.rest))
         width = max(self.q.shape[-1], self.v.shape[-1])
-        backend = kernels.choose(self.q, self.k, self.v, self.spec).of_duals(self.q.dtype, width)
+        backend = kernels.choose(self.q, self.k, self.v, self.spec).for_duals(self.q.dtype, width)
         backend.attn_fwd(*duals, **self.segments, spec=self.spec)
 
     @staticmethod

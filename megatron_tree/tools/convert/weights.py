@@ -27,7 +27,7 @@ for _kind in ("weight", "bias"):
     NAMES[f"decoder.layers.{{}}.self_attention.linear_qkv.{_kind}"] = _qkv
 
 
-def of_transformers(parameter: str) -> tuple[str, ...]:
+def from_transformers(parameter: str) -> tuple[str, ...]:
     """The tensors of Transformers that a parameter of GPTModel is made of: one, (gate, up) or (q, k, v)."""
     layer = re.search(r"(?<=\.layers\.)\d+", parameter)
     names = NAMES[re.sub(r"(?<=\.layers\.)\d+", "{}", parameter)]
@@ -64,7 +64,7 @@ def fill(model: torch.nn.Module, tensors: Mapping[str, Tensor], options: Mapping
     if not options["untie_embeddings_and_output_weights"]:
         left.discard("lm_head.weight")
     for name, parameter in model.named_parameters():
-        sources = of_transformers(name)
+        sources = from_transformers(name)
         if missing := [source for source in sources if source not in tensors]:
             raise ValueError(f"the weights lack {missing[0]}, which their configuration asks for")
         weight = joined([tensors[source] for source in sources], options)
@@ -80,7 +80,7 @@ def tensors_of(model: torch.nn.Module, options: Mapping[str, Any]) -> dict[str, 
     """The parameters of a GPTModel under Transformers' names, without the padding of the vocabulary."""
     tensors = {}
     for name, parameter in model.named_parameters():
-        weight, sources = parameter.detach(), of_transformers(name)
+        weight, sources = parameter.detach(), from_transformers(name)
         if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
             weight = weight[: options["vocab_size"]]
         for source, part in zip(sources, parted(weight, options, len(sources)), strict=True):

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .forked import Forked, Rank, Ranks
+from .forked import ForkedProcess, Rank, Ranks
 from .network import EmulatedNetwork, enter
 
 _MASTER_ADDR = "10.77.0.1"  # the first node's address (switch.c)
@@ -21,7 +21,7 @@ _MAX_NODES = 250
 _SWITCH_OUTLIVES_S = 5.0  # this process enforces the lifetime; the switch does so only if this process is stuck
 
 
-class Cluster(Forked):
+class Cluster(ForkedProcess):
     """Nodes on this machine, connected by a network of a given rate and latency. A context manager.
 
     Args:

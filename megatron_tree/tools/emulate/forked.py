@@ -210,7 +210,7 @@ def _exit_status(code) -> int:
     return 1
 
 
-class Forked:
+class ForkedProcess:
     """Ranks that `run` forks from this process (Linux). Subclasses define their number and their environment."""
 
     world_size: int

@@ -81,7 +81,7 @@ def unsupported(q, k, v, spec: AttnSpec, *, flowing_lse: bool, masked: bool, dec
 
 
 def takes_duals(dtype: torch.dtype, width: int) -> bool:
-    """See `Backend.of_duals`."""
+    """See `Backend.for_duals`."""
     return dtype != torch.float32 or width <= MAX_DUAL_FP32
 
 
@@ -104,7 +104,7 @@ def attn_fwd(
 def attn_jvp(
     q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, out_dtype=None
 ) -> tuple[Tensor, Tensor]:
-    """See `Backend.of_duals`; one launch. out is fp32, whatever out_dtype: r - mu out cancels digits."""
+    """See `Backend.for_duals`; one launch. out is fp32, whatever out_dtype: r - mu out cancels digits."""
     out, lse = empty_state((*q.shape[:3], v.shape[-1] + 1), device=q.device)
     write_state(out, lse, q, k, v, q_segments=q_segments, k_segments=k_segments, spec=spec, dual=True)
     return out, lse
@@ -137,7 +137,7 @@ def attn_bwd(dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpe
     return grads
 
 
-attn_bwd_jvp = attn_bwd  # of dual tensors, see `Backend.of_duals`: known by lse and delta
+attn_bwd_jvp = attn_bwd  # of dual tensors, see `Backend.for_duals`: known by lse and delta
 
 
 @on_its_device

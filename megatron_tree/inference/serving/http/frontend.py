@@ -19,7 +19,7 @@ from ...generation.sampling import SamplingParams
 from ...generation.scheduler import QueueFull, Scheduler
 from .errors import RETRY_AFTER_S, ApiError, bad_value, busy, failed, restarting, stopping
 from .metrics import Metrics
-from .ranks import Ranks, RanksError, Restarting
+from .ranks import Ranks, RanksError, RestartError
 
 MOST_IMAGE_BYTES = 1 << 30  # of the images of all requests under way, as the model takes them
 LONG_WAIT_S = 30.0  # for a row: the log says so,
@@ -191,7 +191,7 @@ class Frontend:
         """What a client is told of a request that was not taken."""
         if isinstance(error, QueueFull):
             return _queue_full(str(error), max(RETRY_AFTER_S, math.ceil(self._seconds_per_row)))
-        if isinstance(error, Restarting):
+        if isinstance(error, RestartError):
             return restarting(self._ranks.ready_in_s)
         if isinstance(error, RanksError):
             return failed(str(error))

@@ -22,7 +22,7 @@ from ....core.errors import TreeError
 from ....core.log import logger
 from ...generation.requests import Event, EventSink, Request
 from ...generation.scheduler import Load
-from ...generation.speculation import Speculated
+from ...generation.speculation import SpeculationCounts
 from . import link
 from .arguments import LINK
 
@@ -37,7 +37,7 @@ class RanksError(TreeError):
     """The ranks have ended, and are not started again; or they failed on a request."""
 
 
-class Restarting(TreeError):
+class RestartError(TreeError):
     """The ranks are being started again: try again later."""
 
 
@@ -103,7 +103,7 @@ class Ranks:
         """Since the start of this process."""
         self.failure = ""
         """Why the ranks are being started again; empty while they serve."""
-        self.preemptions, self.speculated, self.waited_s = 0, Speculated(), 0.0
+        self.preemptions, self.speculated, self.waited_s = 0, SpeculationCounts(), 0.0
         self._waiting = self.rows_in_use = 0
         self._times: deque[float] = deque(maxlen=restarts or 1)
         self._lock, self._numbers = threading.RLock(), itertools.count()
@@ -117,7 +117,7 @@ class Ranks:
     # --- what a scheduler has ---
 
     def submit(self, request: Request, sink: EventSink) -> int:
-        """As `Scheduler.submit`, also in what it raises; `Restarting` too."""
+        """As `Scheduler.submit`, also in what it raises; `RestartError` too."""
         request = replace(request, sampling=request.sampling.with_seed())
         opened = OpenRequest(request=request, sink=sink, begun=[[] for _ in range(request.n)])
         told = link.request_to_json(request, [])  # images take a while
@@ -125,7 +125,7 @@ class Ranks:
             if self._grace is not None:
                 raise TreeError(STOPPED)
             if not self._ready:
-                raise Restarting(self.failure)
+                raise RestartError(self.failure)
             number = next(self._numbers)
             self._open[number] = opened
             self._post("submit", number, told)
@@ -253,7 +253,7 @@ class Ranks:
                     self._drop(number, request, "cancelled")
                 elif not request.taken.done():
                     del self._open[number]
-                    request.taken.set_exception(Restarting(self.failure))
+                    request.taken.set_exception(RestartError(self.failure))
                 elif request.resumed >= MAX_RESUMED:
                     text = f"the ranks failed {MAX_RESUMED + 1} times while it was open: {self.failure}"
                     self._drop(number, request, "error", text)
@@ -307,7 +307,7 @@ class Ranks:
                         del self._open[event.request]
 
     def _on_load(self, load: list[int], preemptions: int, speculated: list[int], waited_s: float) -> None:
-        self.preemptions, self.speculated, self.waited_s = preemptions, Speculated(*speculated), waited_s
+        self.preemptions, self.speculated, self.waited_s = preemptions, SpeculationCounts(*speculated), waited_s
         self._waiting, _, self.rows_in_use = load
 
     def _on_failed(self, error: str) -> None:

@@ -71,7 +71,7 @@ class ModelRuns:
         self.can_share = not layers
 
     def share(self, layers: Sequence[int]) -> None:
-        """A model's layers of these numbers follow the `RecurrentPass` of `of_recurrent`: those that have functions
+        """A model's layers of these numbers follow the `RecurrentPass` of `recurrent_pass`: those that have functions
         that are known. If these are all, a rank can run its own tokens."""
         self.can_share = sorted(layers) == sorted(self._layers)
 
@@ -152,7 +152,7 @@ class ModelRuns:
         self._reached.add((number, state))
         return before
 
-    def of_recurrent(self, num_tokens: int, *, cp_group, config: TreeConfig | None) -> RecurrentPass | None:
+    def recurrent_pass(self, num_tokens: int, *, cp_group, config: TreeConfig | None) -> RecurrentPass | None:
         """How the recurrent layers run so many tokens on this rank; None: as they do by themselves."""
         if not self._layers or not self.can_share:
             return None

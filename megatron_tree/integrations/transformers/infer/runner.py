@@ -225,7 +225,7 @@ class Runner(RowRunner):
 
     def _recurrent(self, num_tokens: int):
         options = {"cp_group": self.cp_group, "config": self.config}
-        of_layers = self.cache.runs.of_recurrent(num_tokens, **options)
+        of_layers = self.cache.runs.recurrent_pass(num_tokens, **options)
         return contextlib.nullcontext() if of_layers is None else of_layers.running()
 
     def _whole_rows(self, forward):

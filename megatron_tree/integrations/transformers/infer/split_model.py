@@ -208,7 +208,7 @@ def _gathered(module, args, out: Tensor, *, widths: tuple[int, ...], ranks: Rank
 def _weight_gathering(model, layout: WeightLayout, ranks: Ranks, module_sizes: list) -> WeightGathering:
     layers, head = [_layer(model, layout, name) for name in layout.attentions], model.get_output_embeddings()
     held = {p.name for layer in layers for parts in layer.weights for p in parts}
-    for name in {*layout.pieces, *layout.of_first_rank} - held:
+    for name in {*layout.pieces, *layout.from_first_rank} - held:
         owner = model.get_submodule(name.rpartition(".")[0])
         assert owner is head or isinstance(owner, nn.Embedding), f"{name} is outside of all layers"
     heads, width = layout.heads, model.dtype.itemsize
@@ -231,7 +231,7 @@ def _layer(model, layout: WeightLayout, attention: str) -> SplitLayer:
     """The layer of an attention module; weights outside of feed-forward parts are gathered with attention's."""
     parts = attention.split(".")
     name = ".".join(parts[: max(i for i, part in enumerate(parts) if part.isdigit()) + 1])
-    split = [p for p in (*layout.pieces, *layout.of_first_rank) if p.startswith(f"{name}.")]
+    split = [p for p in (*layout.pieces, *layout.from_first_rank) if p.startswith(f"{name}.")]
     feed_forwards = []
     for summed in layout.summed:
         is_projection = f"{summed}.weight" in layout.pieces
@@ -247,8 +247,8 @@ def _layer(model, layout: WeightLayout, attention: str) -> SplitLayer:
 
 def _parts(layout: WeightLayout, name: str) -> Parts:
     shape = layout.whole_shapes[name]
-    if name in layout.of_first_rank:
-        return Parts.of_first_rank(name, shape, layout.world)
+    if name in layout.from_first_rank:
+        return Parts.from_first_rank(name, shape, layout.world)
     return Parts.of(name, shape, [pieces[name] for pieces in layout.pieces_by_rank])
 
 
@@ -292,7 +292,7 @@ def read_pieces(model, folder: Path, layout: WeightLayout) -> None:
         for names in tied_parameters(model):
             whole = model.get_parameter(names[0])
             name = next((name for name in names if name in checkpoint.sources), names[0])
-            if layout.rank and names[0] in layout.of_first_rank:
+            if layout.rank and names[0] in layout.from_first_rank:
                 piece = torch.zeros(whole.shape, dtype=whole.dtype)
             else:
                 piece = checkpoint.read(name, whole.shape, layout.pieces.get(names[0])).to(whole.dtype)

@@ -108,7 +108,7 @@ class WeightLayout:
     heads: HeadGroups = field(init=False)
     pieces: dict[str, Piece] = field(default_factory=dict)
     """By parameter name; parameters without a piece are whole on every rank."""
-    of_first_rank: set[str] = field(default_factory=set)
+    from_first_rank: set[str] = field(default_factory=set)
     """Biases of partial sums: zeros on all ranks but the first."""
     whole: set[str] = field(default_factory=set)
     """Parameters that could be split and are not."""
@@ -144,7 +144,7 @@ class WeightLayout:
         """This rank's part of a parameter."""
         if name in self.pieces:
             return self.pieces[name].of(whole)
-        return torch.zeros_like(whole) if name in self.of_first_rank and self.rank else whole
+        return torch.zeros_like(whole) if name in self.from_first_rank and self.rank else whole
 
     def share(self, n: int, unit: int = 1) -> tuple[int, int]:
         """(start, stop) of this rank's rows of n, in whole units, which divide n."""
@@ -363,7 +363,7 @@ class WeightLayout:
         self.pieces[f"{name}.down_proj"] = Piece(columns, (local,))
         if getattr(module, "gate_up_proj_bias", None) is not None:
             self.pieces[f"{name}.gate_up_proj_bias"] = Piece(1, both)
-            self.of_first_rank.add(f"{name}.down_proj_bias")
+            self.from_first_rank.add(f"{name}.down_proj_bias")
         self.summed.append(name)
 
     def _rows(self, name: str, module, runs) -> None:
@@ -379,7 +379,7 @@ class WeightLayout:
     def _columns(self, name: str, module, run: tuple[int, int]) -> None:
         self.pieces[f"{name}.weight"] = Piece(int(not isinstance(module, Conv1D)), (run,))
         if module.bias is not None:
-            self.of_first_rank.add(f"{name}.bias")
+            self.from_first_rank.add(f"{name}.bias")
         self.summed.append(name)
 
     def check_rest(self) -> None:
@@ -389,7 +389,7 @@ class WeightLayout:
         modules = dict(self.model.named_modules())
         for name, parameter in self.model.named_parameters():
             owner, parts = name.rpartition(".")[0], set(name.split("."))
-            planned = name in {*self.pieces, *self.of_first_rank, *self.whole}
+            planned = name in {*self.pieces, *self.from_first_rank, *self.whole}
             if planned or parameter.numel() == 1 or parts.intersection(SMALL):
                 continue
             is_norm = "norm" in type(modules[owner]).__name__.lower() and parameter.dim() == 1

@@ -149,9 +149,9 @@ def gathers_once(parallel: SequenceParallel, *modules: ModuleType) -> Iterator[N
 
     def gather(tensor):
         whole = operations.gather(tensor)
-        return operations.recursively_apply(of_first_ranks, whole)
+        return operations.recursively_apply(from_first_ranks, whole)
 
-    def of_first_ranks(x: torch.Tensor) -> torch.Tensor:
+    def from_first_ranks(x: torch.Tensor) -> torch.Tensor:
         ranks = dist.get_world_size()
         return x.unflatten(0, (ranks, len(x) // ranks))[parallel.first_ranks].flatten(0, 1)
 

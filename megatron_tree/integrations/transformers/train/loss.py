@@ -100,7 +100,7 @@ def loss_over_all_ranks(
         return F.cross_entropy(logits.float(), labels, reduction="none", **options)
 
     deferred = isinstance(logits, DeferredLogits)
-    each = logits.of_tokens(losses, labels) if deferred else losses(logits.flatten(0, -2), labels)
+    each = logits.for_tokens(losses, labels) if deferred else losses(logits.flatten(0, -2), labels)
     weights = sequence_shard.weights
     total = each.sum() if weights is None else (each * weights.flatten()).sum()
     ranks = Ranks.of(sequence_shard.loss_group, total.device, sequence_shard.config)
@@ -159,15 +159,15 @@ class TokenValues:
     def __call__(self, logits: Tensor | DeferredLogits, labels: Tensor) -> Tensor:
         """[b, s, values] of logits [b, s, vocab] and labels [b, s]."""
         if isinstance(logits, DeferredLogits):
-            return logits.of_tokens(self.of_tile, labels.flatten()).unflatten(0, labels.shape)
+            return logits.for_tokens(self.for_tile, labels.flatten()).unflatten(0, labels.shape)
         tile = default_tile(logits.shape[-1])
         if self.tile is not None and labels.numel() > self.tile:
             raise ValueError(f"tile={self.tile}: the model computes its logits whole, as loss_tile=0 or its head says")
-        return rows_in_tiles(self.of_tile, (logits.flatten(0, -2), labels.flatten()), [], tile).unflatten(
+        return rows_in_tiles(self.for_tile, (logits.flatten(0, -2), labels.flatten()), [], tile).unflatten(
             0, labels.shape
         )
 
-    def of_tile(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def for_tile(self, logits: Tensor, labels: Tensor) -> Tensor:
         """[n, values] of logits [n, vocab] and labels [n]."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature
         normalised = logits.log_softmax(-1)
@@ -222,14 +222,14 @@ def log_probs_of_hidden(
         raise ValueError(f"{shapes}, {labels.dtype}: they must be [..., d], [vocab, d] and int64 [...]")
     wanted = TokenValues(names=_names(entropy), temperature=temperature, tile=tile)
 
-    def of_tile(rows: Tensor, labels: Tensor) -> Tensor:
+    def for_tile(rows: Tensor, labels: Tensor) -> Tensor:
         logits = F.linear(rows, weight, bias)
-        return wanted.of_tile(logits if change is None else change(logits), labels)
+        return wanted.for_tile(logits if change is None else change(logits), labels)
 
     parameters = [weight] if bias is None else [weight, bias]
     rows = hidden.flatten(0, -2), labels.flatten()
     return _named(
-        rows_in_tiles(of_tile, rows, parameters, tile or default_tile(len(weight))).unflatten(0, labels.shape)
+        rows_in_tiles(for_tile, rows, parameters, tile or default_tile(len(weight))).unflatten(0, labels.shape)
     )
 
 

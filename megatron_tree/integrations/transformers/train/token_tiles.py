@@ -112,7 +112,7 @@ class DeferredLogits:
         self.like = torch.empty(*hidden.shape[:-1], head.out_features, dtype=dtype, device="meta")
         self.device = hidden.device
 
-    def of_tokens(self, function: Callable, labels: Tensor) -> Tensor:
+    def for_tokens(self, function: Callable, labels: Tensor) -> Tensor:
         """function(logits [n, vocab], labels [n]) -> [n, ...] of all tokens, tile by tile; labels int64 [n]. Collective
         with ZeRO 3."""
         return self.head(self.hidden.flatten(0, -2), deferred=self, function=function, labels=labels)
@@ -186,10 +186,10 @@ def _head_forward(
     if deferred is None:
         return plain(hidden)
 
-    def of_tile(rows: Tensor, labels: Tensor) -> Tensor:
+    def for_tile(rows: Tensor, labels: Tensor) -> Tensor:
         return function(deferred.apply_steps(plain(rows)), labels)
 
-    return rows_in_tiles(of_tile, (hidden, labels), list(head.parameters()), deferred.tile)
+    return rows_in_tiles(for_tile, (hidden, labels), list(head.parameters()), deferred.tile)
 
 
 class TiledLoss:

@@ -187,8 +187,8 @@ def _check_is_whole(model, shard: SequenceShard, args: tuple, kwargs: dict) -> N
     given = dict(zip(list(inspect.signature(type(model).forward).parameters)[1:], args)) | kwargs
     shape = (1 if shard.whole.packed else shard.whole_shape[0], shard.num_tokens)
     tokens = "input_ids" if given.get("inputs_embeds") is None else "inputs_embeds"
-    of_tokens = {name: given.get(name) for name in (tokens, "position_ids", "attention_mask", "labels")}
-    wrong = {name: None if x is None else list(x.shape) for name, x in of_tokens.items() if not _fits(name, x, shape)}
+    for_tokens = {name: given.get(name) for name in (tokens, "position_ids", "attention_mask", "labels")}
+    wrong = {name: None if x is None else list(x.shape) for name, x in for_tokens.items() if not _fits(name, x, shape)}
     if wrong:
         raise ValueError(
             f"{type(model).__name__} got {wrong}, but the shard has {list(shape)} tokens: pass everything that "
