@@ -23,7 +23,7 @@ import json, sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from megatron_tree.tools.calibrate.kernel_cases import KernelCase, inputs, ours
 from megatron_tree.tools.bench.precompile import Machine, compile_only
-from megatron_tree.core.config import AttnSpec, Dropout
+from megatron_tree.core.spec import AttnSpec, Dropout
 from megatron_tree.core.kernels import KVCache, backends
 from megatron_tree.core.kernels.triton import decode, host, index_entries
 from megatron_tree.core.layout import Segment
