@@ -1,5 +1,6 @@
 """Groups that were made in every way torch has: what matters is the backend that carries a call's tensors."""
 
+import os
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers
 
 from megatron_tree import CommError, TreeConfig, shard_sequence, tree_attn_func, tree_decode
 from megatron_tree.core import comm
+from megatron_tree.core.comm import rendezvous
 from megatron_tree.core.comm.group import GroupState
 from megatron_tree.core.comm.team import subgroup
 from megatron_tree.core.comm.wire import share_all
@@ -95,3 +97,19 @@ def test_nccl_sub_groups_need_no_other_ranks(device, monkeypatch):
         options["pg_options"].is_high_priority_stream and options["pg_options"]._timeout == options["timeout"] == limit
     )
     ranks.state.subgroups.clear()
+
+
+def test_a_default_group_of_nccl(monkeypatch):
+    """Its kernels come first, and no buffers are registered while one rank captures a CUDA graph."""
+    made = {}
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "")  # restored afterwards
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER")
+    monkeypatch.setattr(rendezvous, "_store", lambda *_: None)
+    monkeypatch.setattr(rendezvous, "_missing", lambda *_: ())
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: made.update(options))
+    rendezvous.start_default_group("nccl", timeout_s=30.0, device_id=CPU)
+    assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
+    assert made["pg_options"].is_high_priority_stream and made["pg_options"]._timeout == made["timeout"]
