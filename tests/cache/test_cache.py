@@ -1,12 +1,14 @@
 """The sharded cache without processes: every rank's book and pages, against a dict that knows each row's tokens."""
 
 import random
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron_tree.core.cache import LayerPages, RowBook, ShardedCache, quantize
-from megatron_tree.core.cache.pages import GROWTH
+from megatron_tree.core.cache.packed import PackedRows
+from megatron_tree.core.cache.pages import GROWTH, on_device
 from megatron_tree.core.cache.prefixes import page_keys
 
 WINDOWS = [None, 5, None, 12]  # three kinds of layers
@@ -355,3 +357,29 @@ def test_tokens_of_another_kind_are_refused():
     for other in (x.bfloat16(), torch.zeros(1, 3, 2, 4), torch.zeros(1, 3, 1, 8)):
         with pytest.raises(ValueError, match=r"don't fit the cache.*\(2, 8\).*float32"):
             cache.write(0, cache.append([row], 3), other, other)
+
+
+def test_numbers_go_to_a_device_without_a_wait(monkeypatch):
+    """What a step's rows need: made on the host, and copied from pinned memory."""
+    of_list = torch.tensor
+
+    def tensor(data, **options):
+        assert "device" not in options
+        return of_list(data, **options)
+
+    monkeypatch.setattr(torch, "tensor", tensor)
+    cache = ShardedCache([None], rank=0, world=1, page_size=2)
+    row = cache.book.add()
+    cache.write(0, cache.append([row], 2100), *torch.ones(2, 1, 2100, 1, 4))
+    rows = [row, cache.book.fork(row)]
+    for _ in range(3):
+        cache.write(0, cache.append(rows, 1), *torch.ones(2, 2, 1, 1, 4))
+        assert cache.view(0, rows, "cpu").lengths.shape == (2,)
+    assert len(cache.view(0, rows, "cpu").shared) == 1
+    packed = PackedRows([2, 3], torch.device("cpu"))
+    assert packed.ends == [1, 4] and packed.pack(torch.arange(6.0).view(2, 3)).tolist() == [[0, 1, 3, 4, 5]]
+
+    copies = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: mock.Mock(to=lambda *a, **k: copies.append((a, k))))
+    on_device(torch.ones(1), "cuda")
+    assert copies == [(("cuda",), {"non_blocking": True})]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 pytest.importorskip("transformers")
 
 from megatron_tree import CommError, TreeConfig
-from megatron_tree.core import comm
+from megatron_tree.core import comm, log
 from megatron_tree.core.cache import graph
 from megatron_tree.core.cache.graph import check_runner
 from megatron_tree.integrations.transformers.attention import TreeCache
@@ -254,3 +254,15 @@ def test_few_graphs_are_kept(monkeypatch):
     a = it.both("add")
     it.steps([a], 3)  # the pages are new ones
     assert it.worst <= 1e-5
+
+
+@pytest.mark.parametrize(("value", "warnings"), [(None, 1), ("1", 1), ("0", 0)])
+def test_nccl_may_not_register_what_one_rank_captures(value, warnings, monkeypatch, caplog):
+    monkeypatch.setattr(comm, "group_size", lambda group: 2)
+    monkeypatch.setattr(comm.Ranks, "of", lambda *_: SimpleNamespace(backend="nccl"))
+    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    if value is not None:
+        monkeypatch.setenv("NCCL_GRAPH_REGISTER", value)
+    check_runner(_runner())
+    assert [x.message.count("NCCL_GRAPH_REGISTER=0") for x in caplog.records] == [1] * warnings

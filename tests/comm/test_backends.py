@@ -1,5 +1,9 @@
 """Groups that were made in every way torch has: what matters is the backend that carries a call's tensors."""
 
+import os
+from datetime import timedelta
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +12,9 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers
 
 from megatron_tree import CommError, TreeConfig, shard_sequence, tree_attn_func, tree_decode
 from megatron_tree.core import comm
+from megatron_tree.core.comm import rendezvous
 from megatron_tree.core.comm.group import GroupState
+from megatron_tree.core.comm.team import subgroup
 from megatron_tree.core.comm.wire import share_all
 from support.ranks import as_launched, run_distributed
 
@@ -61,3 +67,49 @@ def _run(rank, world, name):
 @pytest.mark.parametrize("name", STARTS)
 def test_calls_ask_for_the_backend_of_their_tensors(name):
     run_distributed(_run, 2, name)
+
+
+class _Options:
+    def __init__(self, is_high_priority_stream):
+        self.is_high_priority_stream = is_high_priority_stream
+
+
+@pytest.mark.parametrize("device", [None, CPU])
+def test_nccl_sub_groups_need_no_other_ranks(device, monkeypatch):
+    """With the default group bound to a device, `new_group` is collective over all its ranks, and the members alone
+    call: the context-parallel group is split."""
+    group, limit = type("Group", (), {})(), timedelta(seconds=30)
+    ranks = SimpleNamespace(
+        group=group, size=4, backend="nccl", limit=limit, timeout_s=30.0, state=GroupState(4, 1, {}, (4, 5, 6, 7))
+    )
+    made = []
+    monkeypatch.setattr(dist, "split_group", lambda *args, **options: made.append(("split", args, options)) or "split")
+    monkeypatch.setattr(dist, "new_group", lambda *args, **options: made.append(("new", args, options)) or "new")
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
+    monkeypatch.setattr(type(dist.group), "WORLD", SimpleNamespace(bound_device_id=device))
+    team = comm.Team(ranks, ((1, 3),), ("keys",))
+    first = subgroup(team, (3, 1))
+    assert subgroup(team, (1, 3)) == first == ("new" if device is None else "split")
+    [(how, args, options)] = made
+    assert args == (([5, 7],) if how == "new" else (group, [[1, 3]]))
+    assert (
+        options["pg_options"].is_high_priority_stream and options["pg_options"]._timeout == options["timeout"] == limit
+    )
+    ranks.state.subgroups.clear()
+
+
+def test_a_default_group_of_nccl(monkeypatch):
+    """Its kernels come first, and no buffers are registered while one rank captures a CUDA graph."""
+    made = {}
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "")  # restored afterwards
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER")
+    monkeypatch.setattr(rendezvous, "_store", lambda *_: None)
+    monkeypatch.setattr(rendezvous, "_missing", lambda *_: ())
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: made.update(options))
+    rendezvous.start_default_group("nccl", timeout_s=30.0, device_id=CPU)
+    assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
+    assert made["pg_options"].is_high_priority_stream and made["pg_options"]._timeout == made["timeout"]

@@ -1,5 +1,6 @@
 """Heads exchanged for tokens over u ranks, the grid or the ring among the others: exact, and what it sends."""
 
+import contextlib
 import dataclasses
 import itertools
 
@@ -90,6 +91,40 @@ def test_every_placement_matches_the_oracle(where, transport):
         assert worst < 1e-12
         if where == "2 x 2":
             assert seen == {(2, 1), (1, 2), (2, 2)}
+
+
+@contextlib.contextmanager
+def _recorded():
+    """Lists that become tensors or indices meanwhile: on a GPU the host waits there until all before is computed."""
+    found, of_list, item = [], torch.tensor, torch.Tensor.__getitem__
+
+    def tensor(data, **options):
+        found.append(data)
+        return of_list(data, **options)
+
+    def getitem(x, index):
+        found.extend(i for i in (index if isinstance(index, tuple) else (index,)) if isinstance(i, list))
+        return item(x, index)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "tensor", tensor)
+        patch.setattr(torch.Tensor, "__getitem__", getitem)
+        yield found
+
+
+@on_ranks(4)
+def test_repeated_calls_make_no_tensors_of_lists(world):
+    with Hosts((0, 1, 0, 1)):  # teams' ranks are not in rising order
+        for places, heads in itertools.product(((2, 1), (1, 2), (2, 2)), HEADS[:4]):
+            inputs = [x.float() for x in make_inputs(2 * world, heads)[:3]]
+            config = TreeConfig(ulysses_size=places[0] * places[1], transport="builtin", timeout_s=30, tune=False)
+            with Placed(places):
+                for repeated in (False, True):
+                    q, k, v = (x[:, :2].clone().requires_grad_() for x in inputs)
+                    with _recorded() as found:
+                        out = tree_attn_func(q, k, v, cp_group=dist.group.WORLD, config=config)
+                        out.sum().backward()
+                    assert not (found and repeated), (places, heads, found)
 
 
 @on_ranks(4)

@@ -57,9 +57,10 @@ def gather_heads(q: Tensor, shares: tuple[int, ...], ranks: comm.Ranks, exchange
     return ranks.gather_rows(mine, shares, exchanged=exchanged).permute(1, 2, 0, 3)
 
 
-def heads_of(shares: tuple[int, ...], order: tuple[int, ...]) -> list[int]:
-    """The heads of some ranks among all heads, in rank order."""
-    return [head for r in sorted(order) for head in range(*slice_of(shares, r).indices(sum(shares)))]
+def heads_of(x: Tensor, shares: tuple[int, ...], order: tuple[int, ...], dim: int) -> Tensor:
+    """The heads of some ranks among all heads x, in rank order."""
+    of_ranks = x.split(shares, dim)
+    return torch.cat([of_ranks[r] for r in sorted(order)], dim)
 
 
 @functools.lru_cache(maxsize=64)

@@ -103,7 +103,7 @@ class HeadExchange:
         b, s, u = tensors[0].shape[:3]
         widths = [x.shape[3:].numel() for x in tensors]
         packed = tensors[0].new_empty((u, rows, b, sum(widths)))
-        packed[:, s:] = 0
+        packed[:, s:].zero_()
         for x, part in zip(tensors, packed[:, :s].split(widths, -1)):  # each is copied once
             part.unflatten(-1, x.shape[3:]).copy_(x.permute(2, 1, 0, 3, 4))
         return comm.start_all_to_all(packed, self._team)
@@ -119,9 +119,9 @@ class HeadExchange:
         u, n, copies = self._split.u, self._split.n, self._split.copies
         if copies == 1:
             return self._by_unit(x, 1)[:, :, :, kv].flatten(3, 4)
-        units = [w * n + j for w in range(u) for j in range(n)[kv]]
-        heads = [min(unit // copies, x.shape[2] - 1) for unit in units]  # what is computed for padding is dropped
-        return x[:, :, heads].unflatten(2, (u, -1))
+        units, heads = [w * n + j for w in range(u) for j in range(n)[kv]], x.unbind(2)
+        of_units = [heads[min(unit // copies, len(heads) - 1)] for unit in units]  # padding's results are dropped
+        return torch.stack(of_units, 2).unflatten(2, (u, -1))
 
 
 class PendingExchange(NamedTuple):

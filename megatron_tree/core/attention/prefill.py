@@ -26,7 +26,7 @@ from ..spec import AttnSpec
 from .call import neighbours
 from .cell import Cell, CellForward, SelectedKeys, wire_dtype
 from .derivatives import check_tangents, in_torch
-from .head_shares import all_heads_of, check_head_shares, has_all_heads, heads_of
+from .head_shares import all_heads_of, check_head_shares, has_all_heads, slice_of
 from .heads import HeadChunk, head_chunks
 from .rows import HeadRows, Segments, TeamRows
 from .spec import autocast, make_spec
@@ -291,8 +291,9 @@ class PromptChunk:
         if self.head_shares is not None:
             segments = self._one_after_another([run_segments(runs) for runs in self.shares], 0)
             if spec.alibi_slopes is not None:
-                heads = heads_of(self.head_shares, team.order)
-                spec = replace(spec, alibi_slopes=tuple(tuple(row[i] for i in heads) for row in spec.alibi_slopes))
+                of_ranks = [slice_of(self.head_shares, r) for r in sorted(team.order)]
+                slopes = tuple(tuple(x for part in of_ranks for x in row[part]) for row in spec.alibi_slopes)
+                spec = replace(spec, alibi_slopes=slopes)
             return HeadRows(team, segments, self.head_shares), spec
         counts = self.num_queries
         rows = max(counts[r] for r in team.order)

@@ -140,9 +140,8 @@ class HeadRows(NamedTuple):
     def start_gather(self, q: Tensor) -> GatherOfHeads | LocalRows:
         """q [b, s, h_local, d], or with all heads; [b, s, h, d] arrive, the team's heads in rank order."""
         if has_all_heads(q, self.shares):
-            return LocalRows(
-                (q if self.team.size == len(self.shares) else q[:, :, heads_of(self.shares, self.team.order)],)
-            )
+            whole = self.team.size == len(self.shares)
+            return LocalRows((q if whole else heads_of(q, self.shares, self.team.order, 2),))
         q = q[:, :, : self.num_local]
         if not self.travel:
             return LocalRows((q,))

@@ -17,6 +17,7 @@ from ..merge import State, merged
 from . import Append, ShardedCache, View
 from .latent import LatentHeads
 from .packed import PackedRows
+from .pages import on_device
 from .prefill_attention import PrefillAttention
 from .selected_attention import Index, Selection, select_in_step
 from .step_attention import StepAttention
@@ -113,7 +114,7 @@ class ForwardPass:
 
     def new_positions(self, device: torch.device) -> Tensor:
         """int64 [b, n]: those of each row's new tokens."""
-        first = torch.tensor(self.append.first, device=device)[:, None]
+        first = on_device(torch.tensor(self.append.first), device)[:, None]
         return first + torch.arange(self.append.num_tokens, device=device)
 
     def _positions_of_share(self, device: torch.device) -> Tensor:
@@ -121,7 +122,8 @@ class ForwardPass:
         if self.append.shares is None:
             return self.new_positions(device)
         share = self.append.shares[self.store.book.rank]
-        return torch.tensor([[i for first, count in share for i in range(first, first + count)]], device=device)
+        positions = [i for first, count in share for i in range(first, first + count)]
+        return on_device(torch.tensor([positions], dtype=torch.int64), device)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store a layer's new keys and values, positions already applied.

@@ -5,12 +5,14 @@
     later steps            the numbers of the step are copied to the device; the graph is replayed
 
 Which of them it is depends on what all ranks know, but for one case: a rank whose pages have moved, because its cache
-has grown, captures again while others only replay. Capturing sends nothing.
+has grown, captures again while others only replay. Capturing sends nothing, unless NCCL registers the buffers that it
+captures: ranks then wait for one another. NCCL_GRAPH_REGISTER=0 forbids it, if set before the first communicator.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -21,6 +23,7 @@ from .. import comm
 from ..attention.decode import TRUSTING
 from ..config import TreeConfig
 from ..kernels import ACCELERATORS
+from ..log import warn_once
 from .forward import appended
 from .static import Capacities, Capacity, StaticPass, StepInputs
 from .trace import traced
@@ -57,6 +60,11 @@ def check_runner(runner) -> None:
         reason = "latents in 8 bits are put together on the host; choose another dtype of the cache"
     if reason is not None:
         raise ValueError(f"cuda_graphs=True can't be had: {reason}; or leave cuda_graphs out")
+    if groups and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
+        warn_once(
+            "cuda_graphs=True: a rank whose cache has grown captures alone, and NCCL may let it wait for the others "
+            "until the time limit: set NCCL_GRAPH_REGISTER=0 before process groups are made"
+        )
 
 
 class CudaGraph:

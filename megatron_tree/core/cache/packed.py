@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .pages import on_device
+
 
 class PackedRows:
     """Tokens of b rows, `counts` of them each: [1, sum(counts), ...], or padded at the end [b, max(counts), ...].
@@ -16,10 +18,11 @@ class PackedRows:
     """
 
     def __init__(self, counts: Sequence[int], device: torch.device):
-        numbers = torch.tensor(counts, device=device)
+        numbers = torch.tensor(counts)
         self.ends = (numbers.cumsum(0) - 1).tolist()
-        self.inside = torch.arange(max(counts), device=device) < numbers[:, None]
-        self._places = self.inside.flatten().nonzero()[:, 0]  # of the tokens, among the padded ones
+        inside = torch.arange(max(counts)) < numbers[:, None]
+        self.inside = on_device(inside, device)
+        self._places = on_device(inside.flatten().nonzero()[:, 0], device)  # of the tokens, among the padded ones
 
     def pack(self, x: Tensor) -> Tensor:
         """[1, tokens, ...] of x [b, n, ...], or [b, 1, ...] for what a row's tokens have in common."""

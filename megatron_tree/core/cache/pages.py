@@ -16,6 +16,13 @@ kept = functools.partial(torch.inference_mode, False)
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
+def on_device(x: Tensor, device: torch.device | str) -> Tensor:
+    """x, which is on the host, on a device. The host does not wait for what a GPU has still to do before."""
+    if torch.device(device).type != "cuda":
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
+
+
 class LayerPages:
     """One layer's pages on one rank.
 
@@ -154,7 +161,7 @@ class LayerPages:
         if self.k is None:
             return
         self.grow(1 + max(destination for _, destination in pairs))
-        sources, destinations = torch.tensor(pairs, device=self.k.device).T
+        sources, destinations = on_device(torch.tensor(pairs), self.k.device).T
         for pages in self.tensors.values():
             pages = pages.view(_bits(pages))
             pages[destinations] = pages[sources]

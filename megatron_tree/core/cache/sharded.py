@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..attention.selection import Blocks
 from ..kernels import SharedPages
-from .pages import CACHE_DTYPES, LayerPages, kept
+from .pages import CACHE_DTYPES, LayerPages, kept, on_device
 from .prefixes import SAVED_TOKENS, common_beginnings
 from .rows import Append, Row, RowBook
 
@@ -61,7 +61,7 @@ class RowTables:
         lines = {row_id: i for i, row_id in enumerate(self.row_ids) if self.known[i] is None}
         both = [(lines[row_id], i) for i, row_id in enumerate(other.row_ids) if row_id in lines]
         if both and other.pages.device == self.pages.device:
-            to, source = torch.tensor(both, device=self.pages.device).T
+            to, source = on_device(torch.tensor(both), self.pages.device).T
             width = min(self.pages.shape[1], other.pages.shape[1])
             self.pages[to, :width] = other.pages[source, :width]
             self.indices[to, :width] = other.indices[source, :width]
@@ -157,8 +157,8 @@ class ShardedCache:
     def _places(self, append: Append, kind: int, device) -> tuple[Tensor, Tensor]:
         """(numbers of the tokens to store, their slots), int64 [n]; made once for all layers of a kind."""
         if (kind, device) not in append.places:
-            numbers = torch.tensor(self.book.places(append, kind), dtype=torch.int64, device=device)
-            append.places[kind, device] = numbers.unbind()
+            numbers = torch.tensor(self.book.places(append, kind), dtype=torch.int64)
+            append.places[kind, device] = on_device(numbers, device).unbind()
         return append.places[kind, device]
 
     def unused_slot(self, kind: int) -> int:
@@ -195,7 +195,7 @@ class ShardedCache:
         """Where the kernels find these rows, for layers of a kind; the block table has at least one column."""
         row_ids, rows = tuple(row_ids), [self.book.rows[row_id] for row_id in row_ids]
         held = [row.local[kind] for row in rows]
-        lengths, width = torch.tensor(held, device=device), max(1, -(-max(held) // self.page_size))
+        lengths, width = on_device(torch.tensor(held), device), max(1, -(-max(held) // self.page_size))
         tables = self._tables_of(kind, row_ids, width, device)
         self.fill(tables, kind, row_ids)
         pages, indices = tables.pages[:, :width], tables.indices[:, :width]
@@ -222,7 +222,8 @@ class ShardedCache:
             indices += row.indices[kind][first:]
             tables.known[i], row.tabled[kind] = (row_id, row.version), (row.version, count)
         if lines:
-            lines, columns, pages, indices = torch.tensor([lines, columns, pages, indices], device=tables.pages.device)
+            numbers = torch.tensor([lines, columns, pages, indices])
+            lines, columns, pages, indices = on_device(numbers, tables.pages.device)
             tables.pages[lines, columns], tables.indices[lines, columns] = pages.int(), indices
 
     def _tables_of(self, kind: int, row_ids: tuple[int, ...], width: int, device) -> RowTables:
@@ -247,13 +248,14 @@ class ShardedCache:
         if kind not in self._shared or self._shared[kind][0] != state:
             device = tables[0].device
             full = [row.pages[kind][: n // self.page_size] for row, n in zip(rows, held, strict=True)]
-            shared, skipped, rest = [], torch.zeros(len(rows), dtype=torch.int64, device=device), None
+            shared, skipped, rest = [], [0] * len(rows), None
             for group, count in common_beginnings(full, -(-SAVED_TOKENS // self.page_size)):
-                numbers = torch.tensor(sorted(group), device=device)
-                skipped[numbers] = count
+                numbers = on_device(torch.tensor(sorted(group)), device)
+                for i in group:
+                    skipped[i] = count
                 shared.append(SharedPages(numbers, tables[0][numbers[:1], :count]))
+            width, skipped = max(1, tables[0].shape[1] - min(skipped)), on_device(torch.tensor(skipped), device)
             if shared:
-                width = max(1, tables[0].shape[1] - int(skipped.min()))
                 at = (torch.arange(width, device=device) + skipped[:, None]).clamp(max=tables[0].shape[1] - 1)
                 rest = [table.gather(1, at) for table in tables]
             self._shared[kind] = state, (tuple(shared), skipped, rest)

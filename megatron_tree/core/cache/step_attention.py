@@ -15,6 +15,7 @@ from ..kernels import KVCache
 from ..merge import State
 from . import ShardedCache
 from .latent import LatentHeads
+from .pages import on_device
 from .selected_attention import Selection, attend_in_step
 
 
@@ -137,7 +138,7 @@ class StepAttention:
         parts = []
         for i, end in itertools.pairwise(cuts):
             begin = [(start + i) // size * size + hidden for start, hidden in zip(starts, padding)]
-            outside = cache.k_positions < torch.tensor(begin, device=q.device)[:, None]
+            outside = cache.k_positions < on_device(torch.tensor(begin), q.device)[:, None]
             positions = cache.q_positions[:, i:end], cache.k_positions.masked_fill(outside, -1)
             part = cache._replace(q_positions=positions[0], k_positions=positions[1])
             parts.append(DecodeStep().decode(q[:, i:end], part, **call))

@@ -171,8 +171,8 @@ def _reordered(x: Tensor, ranks: tuple[int, ...], *, rising: bool) -> Tensor:
     """x [n, ...] from the order of `ranks` to rising ranks, which is a sub-group's order, or back."""
     if list(ranks) == sorted(ranks):
         return x
-    order = sorted(range(len(ranks)), key=ranks.__getitem__)
-    return x[order] if rising else x[[order.index(i) for i in range(len(ranks))]]
+    order, parts = sorted(range(len(ranks)), key=ranks.__getitem__), x.unbind()
+    return torch.stack([parts[i] for i in (order if rising else map(order.index, range(len(ranks))))])
 
 
 def _builtin(op: str, team: Team, places: tuple[int, ...], start):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ..errors import CommError
 from ..log import logger, say_once
 from .store import POLL_S, POLLS_PER_S
+from .team import options_of_group
 
 BACKLOG = 2048  # every rank connects, and some do so more than once
 NOTICE_S = 10.0  # of waiting for ranks to start, after which the log names them
@@ -73,6 +74,9 @@ def start_default_group(backend: str, *, timeout_s: float, **options: Any) -> No
         raise CommError(f"rank {rank} does not reach the job's store at {place}: {error}") from error
     if missing:
         raise CommError(f"{_named(missing)} of {world} did not start at {place} within {timeout_s:g} s", missing)
+    if backend == "nccl":
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # see cache/graph.py
+    options.setdefault("pg_options", options_of_group(backend, limit))
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit, **options)
 
 

@@ -7,6 +7,7 @@ import threading
 import weakref
 from concurrent.futures import Future
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -95,15 +96,37 @@ def subgroup(team: Team, ranks: tuple[int, ...]):
     if not made:
         weakref.finalize(whole.group, _free, made).atexit = False
     if (team.name, ranks) not in made:
-        make = functools.partial(
-            dist.new_group,
-            [whole.state.ranks[r] for r in ranks],
-            backend=dist.get_backend(whole.group),
-            timeout=whole.limit,
-            use_local_synchronization=True,
-        )
-        made[team.name, ranks] = _in_time(make, whole.timeout_s)
+        made[team.name, ranks] = _in_time(functools.partial(_new_group, whole, ranks), whole.timeout_s)
     return made[team.name, ranks]
+
+
+def _new_group(whole: Ranks, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """A process group of some of the ranks; with NCCL its kernels have priority over those that compute.
+
+    If the default group is bound to a device, `new_group` would split its NCCL communicator, for which all of its ranks
+    have to call, not only these. So the ranks' own is split, for which all of them do call: NCCL tells the parts apart
+    by the ranks that each one names.
+    """
+    if whole.backend == "nccl" and dist.group.WORLD.bound_device_id is not None:
+        return dist.split_group(
+            whole.group, [list(ranks)], timeout=whole.limit, pg_options=options_of_group("nccl", whole.limit)
+        )
+    return dist.new_group(
+        [whole.state.ranks[r] for r in ranks],
+        backend=dist.get_backend(whole.group),
+        timeout=whole.limit,
+        pg_options=options_of_group(whole.backend, whole.limit),
+        use_local_synchronization=True,
+    )
+
+
+def options_of_group(backend: str, limit: timedelta):
+    """The `pg_options` of a new group: NCCL's kernels come first where those of attention wait for a multiprocessor."""
+    if backend != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = limit
+    return options
 
 
 def _free(made: dict[tuple, dist.ProcessGroup]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
@@ -160,9 +161,12 @@ class Mail:
 class Pending:
     """A collective in progress: a generator that yields wherever it has to wait, and returns the result.
 
-    On a CPU its first messages are started at once, later ones in `advance`. On a GPU all of it is queued on the stream
-    of its kind ("gather", "reduce", "exchange"), so that those of different kinds overlap, and `wait` lets the current
-    stream wait for that one.
+    On a CPU its first messages are started at once, later ones in `advance`. On a GPU all of it is queued on a stream
+    for its kind ("gather", "reduce", "exchange"), so that those of different kinds overlap, and `wait` lets the stream
+    that has started it wait for that one.
+
+    No memory waits for the GPU: the inputs are kept until `wait`, and a result may be dropped once what reads it is
+    queued. Its memory is that of the next collective of the kind, which begins where the starting stream is by then.
     """
 
     def __init__(
@@ -174,13 +178,14 @@ class Pending:
     ):
         self._steps, self._stream, self._finished, self._result = steps, None, False, None
         if device.type == "cuda":
-            self._stream = _side_stream(device.index, kind)
-            self._stream.wait_stream(torch.cuda.current_stream(device))
+            self._start = torch.cuda.current_stream(device)
+            self._stream = _side_stream(self._start, kind)
+            self._inputs = weakref.finalize(self, _keep, inputs, self._stream)  # called where nobody waits
+            self._inputs.atexit = False
+            self._stream.wait_stream(self._start)
             with torch.cuda.stream(self._stream):
                 while not self._finished:
                     self._step()
-            for x in inputs:
-                x.record_stream(self._stream)
         else:
             self._step()
 
@@ -199,16 +204,24 @@ class Pending:
         while not self._finished:
             self._step()
         if self._stream is not None:
-            here = torch.cuda.current_stream(self._stream.device)
-            here.wait_stream(self._stream)
-            for x in self._result if isinstance(self._result, tuple) else (self._result,):
-                x.record_stream(here)
+            if torch.cuda.current_stream(self._start.device) != self._start:
+                raise RuntimeError("a collective is waited for on the stream that has started it, and on no other")
+            self._start.wait_stream(self._stream)
+            self._inputs.detach()
         return self._result
 
 
+def _keep(tensors: tuple[Tensor, ...], stream: torch.cuda.Stream) -> None:
+    """Keep the memory of tensors until the device has come to where the stream is now."""
+    for x in tensors:
+        x.record_stream(stream)
+
+
 @functools.cache
-def _side_stream(index: int | None, kind: str):
-    return torch.cuda.Stream(index)
+def _side_stream(stream: torch.cuda.Stream, kind: str) -> torch.cuda.Stream:
+    """The stream of a kind of collectives that `stream` starts and waits for. Its kernels come first where those of
+    attention, thousands of blocks, are queued."""
+    return torch.cuda.Stream(stream.device, priority=-1)
 
 
 def _on_host(x: Tensor) -> bool:
