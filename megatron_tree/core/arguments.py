@@ -1,4 +1,4 @@
-"""Arguments of public functions, checked by the functions' annotations. Does not import torch."""
+"""Arguments of public functions, checked by the functions' annotations. Imports torch at the first check only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class Arguments(NamedTuple):
 
     @classmethod
     def of(cls, fn: Callable) -> Arguments:
-        signature, hints = inspect.signature(fn), typing.get_type_hints(fn)
+        from torch import Tensor  # modules that planning uses don't import it
+
+        signature, hints = inspect.signature(fn), typing.get_type_hints(fn, localns={"Tensor": Tensor})
         parameters = {name: x for name, x in signature.parameters.items() if x.kind is not x.VAR_KEYWORD}
         required = (name for name, x in parameters.items() if x.default is inspect.Parameter.empty)
         kinds = {name: _kinds(hints[name]) for name in parameters if hints.get(name, Any) not in _ANYTHING}

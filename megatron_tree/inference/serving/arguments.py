@@ -14,7 +14,6 @@ from ...core.config import WEIGHTS, default_config
 from ...launching import new_parser
 from ..generation.sampling import SamplingParams
 from ..generation.speculation import MOST
-from .batch import check_lines
 
 QUESTIONS = {  # of the default text, and of others
     True: "Answer in one short sentence: what does the module above implement?",
@@ -176,6 +175,8 @@ def _check_batch(args: argparse.Namespace) -> None:
         raise ValueError("--prompts needs --output FILE.jsonl for the answers")
     check_readable("--prompts", args.prompts)
     check_writable("--output", args.output)
+    from .batch import check_lines
+
     check_lines(args.prompts)
 
 

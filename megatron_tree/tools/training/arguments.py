@@ -9,8 +9,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from ...core.config import CP_COMM_TYPES
 from ...core.files import read_yaml, whole_file
-from ...integrations.megatron.compat import CP_COMM_TYPES
 from ...launching import new_parser, parse_with_config
 from .data import VOCAB_SIZE, open_tokenizer, vocab_size
 
