@@ -44,6 +44,7 @@ while [ $# -gt 0 ]; do
     esac
 done
 [ $# -gt 0 ] || die "no command given: see bash launch/deepspeed_hostfile.sh --help"
+[[ "${node_rank:-0}" =~ ^[0-9]+$ ]] || die "--node-rank $node_rank is not a number: the first host is 0"
 find_program "$1"
 [ -n "$hostfile" ] || die "no hostfile given: --hostfile FILE; configs/hostfile.example shows the format"
 [ -f "$hostfile" ] || die "no such hostfile: $hostfile; configs/hostfile.example shows the format"

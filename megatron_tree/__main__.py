@@ -6,6 +6,8 @@ import importlib
 import sys
 from typing import NamedTuple
 
+import megatron_tree
+
 
 class Command(NamedTuple):
     """What a command runs."""
@@ -32,7 +34,7 @@ COMMANDS = {
     ),
     "bench": Command("tools.bench.command:main", "benchmarks, which check their results first"),
 }
-USAGE = "usage: megatron-tree COMMAND [options]      megatron-tree COMMAND --help"
+USAGE = "usage: megatron-tree COMMAND [options]      megatron-tree COMMAND --help      megatron-tree --version"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -42,6 +44,9 @@ def main(argv: list[str] | None = None) -> None:
         print("\n".join([USAGE, "", *(f"  {name:<10} {command.help}" for name, command in COMMANDS.items())]))
         print("\nOn several ranks: torchrun --nproc-per-node 4 -m megatron_tree COMMAND [options], or")
         print("deepspeed --num_gpus 4 --no_local_rank --module megatron_tree COMMAND [options]")
+        sys.exit(0)
+    if name == "--version":
+        print(f"megatron_tree {megatron_tree.__version__}")
         sys.exit(0)
     if name not in COMMANDS:
         print(f"{USAGE}\nmegatron-tree: {name!r} is no command, only {', '.join(COMMANDS)} are", file=sys.stderr)

@@ -114,7 +114,7 @@ def parse_with_config(parser: argparse.ArgumentParser, argv: list[str]) -> argpa
 def _read_config(path: str, parser: argparse.ArgumentParser) -> dict[str, object]:
     """The options in a YAML file, each parsed as on the command line."""
     if not Path(path).is_file():
-        raise ValueError(f"config={path!r} does not exist")
+        raise ValueError(f"--config={path!r} does not exist: name a YAML file")
     options = read_yaml(path)
     if not isinstance(options, dict | None):
         raise ValueError(f"config={path!r} must contain options, one `name: value` per line")

@@ -1,15 +1,17 @@
-"""Arguments of public functions, checked by the functions' annotations. Does not import torch."""
+"""Arguments of public functions, checked by the functions' annotations. Imports torch at the first check only."""
 
 from __future__ import annotations
 
 import collections.abc
+import contextlib
+import difflib
 import functools
 import inspect
 import numbers
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 _ANYTHING = (inspect.Parameter.empty, Any, object)
@@ -30,7 +32,9 @@ class Arguments(NamedTuple):
 
     @classmethod
     def of(cls, fn: Callable) -> Arguments:
-        signature, hints = inspect.signature(fn), typing.get_type_hints(fn)
+        from torch import Tensor  # modules that planning uses don't import it
+
+        signature, hints = inspect.signature(fn), typing.get_type_hints(fn, localns={"Tensor": Tensor})
         parameters = {name: x for name, x in signature.parameters.items() if x.kind is not x.VAR_KEYWORD}
         required = (name for name, x in parameters.items() if x.default is inspect.Parameter.empty)
         kinds = {name: _kinds(hints[name]) for name in parameters if hints.get(name, Any) not in _ANYTHING}
@@ -40,7 +44,8 @@ class Arguments(NamedTuple):
         """The arguments by name. Raises ``TypeError`` as a call does."""
         given = dict(zip(self.names, args)) | kwargs
         if len(given) != len(args) + len(kwargs) or not self.required <= given.keys() <= set(self.names):
-            self.signature.bind(*args, **kwargs)
+            with suggesting(kwargs, self.names):
+                self.signature.bind(*args, **kwargs)
         return given
 
     def check(self, given: Mapping[str, Any]) -> None:
@@ -64,6 +69,24 @@ def checked(fn: Callable) -> Callable:
         return fn(*args, **kwargs)
 
     return call
+
+
+@contextlib.contextmanager
+def suggesting(given: Iterable[str], names: Iterable[str]):
+    """A ``TypeError`` of a call ends with the name that was meant, if one of those given is unknown and like it."""
+    try:
+        yield
+    except TypeError as error:
+        raise TypeError(f"{error}{suggestion(given, names)}") from error.__cause__
+
+
+def suggestion(given: Iterable[str], names: Iterable[str]) -> str:
+    """What to add to a message: the name that was meant by the first one that is unknown; "" if there is none like
+    it."""
+    names = list(names)
+    unknown = next((name for name in given if name not in names), None)
+    likely = difflib.get_close_matches(str(unknown), names, 1) if unknown is not None else []
+    return f"; did you mean {likely[0]!r} instead of {unknown!r}?" if likely else ""
 
 
 def shown(value: object) -> str:

@@ -42,7 +42,7 @@ def compiled(source: Path, *options: str, libraries: tuple[str, ...] = ()) -> Pa
             part.replace(result)  # another process may have done the same
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotCompiled(
-            f"can't keep {result.name} in {cache}: {error}; set XDG_CACHE_HOME to another folder"
+            f"can't keep {result.name} in {cache}: {error}; set MEGATRON_TREE_CACHE to another folder"
         ) from error
     return result
 

@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from .arguments import suggesting, suggestion
 from .files import read_yaml
 from .units import parse_bytes, parse_grid
 
@@ -62,6 +63,20 @@ def check_pair(name: str, grid: object) -> tuple[int, int]:
     return pair
 
 
+def _suggest_fields(cls: type) -> type:
+    """The dataclass, which says of an unknown field which one is like it."""
+    make = cls.__init__
+
+    @functools.wraps(make)
+    def __init__(self, *args, **options):
+        with suggesting(options, _NAMES):
+            make(self, *args, **options)
+
+    cls.__init__ = __init__
+    return cls
+
+
+@_suggest_fields
 @dataclass(frozen=True, kw_only=True)
 class TreeConfig:
     """How tree attention is computed. The defaults suit most users; the result does not depend on these options."""
@@ -183,12 +198,16 @@ def read_config(path: str) -> TreeConfig:
     Raises: ValueError with the file, the key, and what there is to choose.
     """
     what = f"{CONFIG_VARIABLE}={path!r}"
-    options = read_yaml(path) or {}
+    try:
+        options = read_yaml(path) or {}
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error.__cause__
     if not isinstance(options, dict):
         raise ValueError(f"{what} must contain options of TreeConfig, one `name: value` per line")
-    names = [field.name for field in fields(TreeConfig)]
-    if unknown := [key for key in options if key not in names]:
-        raise ValueError(f"{what}: unknown key {unknown[0]!r}: choose from {', '.join(names)}")
+    if unknown := [key for key in options if key not in _NAMES]:
+        raise ValueError(
+            f"{what}: unknown key {unknown[0]!r}: choose from {', '.join(_NAMES)}{suggestion(options, _NAMES)}"
+        )
     try:
         for name, parse in (("grid", parse_grid), ("grid_backward", parse_grid), ("memory_budget", parse_bytes)):
             if isinstance(options.get(name), str):
@@ -201,4 +220,5 @@ def read_config(path: str) -> TreeConfig:
         raise ValueError(f"{what}: {error}") from error
 
 
+_NAMES = [field.name for field in fields(TreeConfig)]
 _DEFAULT = TreeConfig()

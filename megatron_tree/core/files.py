@@ -131,9 +131,17 @@ def read_yaml(path: str | Path) -> Any:
     try:
         return Loader(Path(path).read_text(encoding="utf-8")).get_single_data()
     except (OSError, ValueError, OverflowError, LookupError, AttributeError, TypeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} can't be read as YAML: {error}") from error
+        raise ValueError(f"{path} can't be read as YAML: {reason(error)}") from error
     except RecursionError:
         raise ValueError(f"{path} can't be read as YAML: it is nested too deep") from None
+
+
+def reason(error: Exception) -> str:
+    """Why a file could not be read, in one line without the file's name."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is not None:
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    return getattr(error, "strerror", None) or " ".join(str(error).replace('"<unicode string>", ', "").split())
 
 
 def read_json(data: str | bytes) -> Any:

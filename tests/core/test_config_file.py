@@ -46,6 +46,8 @@ def test_without_a_file_or_with_an_empty_one(tmp_path, monkeypatch):
     ("text", "message"),
     [
         ("shedule: ring", "tree.yaml': unknown key 'shedule': choose from schedule, grid, grid_backward, head_chunks"),
+        ("gird: 2x4", "unknown key 'gird': choose from .*; did you mean 'grid' instead of 'gird'"),
+        ("grid: [1,", "MEGATRON_TREE_CONFIG=.*tree.yaml can't be read as YAML: line 1, column 10: expected the node"),
         ("schedule: rnig", "tree.yaml': schedule='rnig' is unknown: choose one of 'auto', 'grid', 'cast', 'ring'"),
         ("grid: two", "tree.yaml': grid: 'two' is not a grid: write AxB, for instance 2x4"),
         ("- grid", "must contain options of TreeConfig, one `name: value` per line"),
@@ -65,5 +67,5 @@ def test_the_functions_use_it(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"grid=\(2, 2\)"):
         tree_attn_func(q, q, q, cp_group=None)
     monkeypatch.setenv("MEGATRON_TREE_CONFIG", str(tmp_path / "absent.yaml"))
-    with pytest.raises(ValueError, match=r"absent.yaml can't be read as YAML: .*No such file"):
+    with pytest.raises(ValueError, match=r"MEGATRON_TREE_CONFIG='.*absent.yaml can't be read as YAML: .*No such file"):
         tree_attn_func(q, q, q, cp_group=None)

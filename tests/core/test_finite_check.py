@@ -62,7 +62,7 @@ def _calls(rank, world):
 def test_every_rank_names_rank_and_tensor():
     for which, found in zip(TENSORS, zip(*run_distributed(_calls, 3, timeout=120)), strict=True):
         name = which.split()[-1]
-        where = "in 1 places, the first at sinks[2] = inf" if name == "sinks" else "in 2 places, the first at "
+        where = "in 1 place, the first at sinks[2] = inf" if name == "sinks" else "in 2 places, the first at "
         where += "" if name == "sinks" else f"{name}[1, 5, 1, 3] = nan"
         for said, took, works in found:
             assert said and f"{name} on rank 1 of cp_group holds NaN or infinities {where}" in said

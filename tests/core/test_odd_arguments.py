@@ -123,6 +123,13 @@ def test_the_examples_of_a_user():
         tree_attn_func(q=Q, k=K, cp_group=None)
     with pytest.raises(TypeError, match="unexpected keyword argument 'casual'"):
         tree_attn_func(**call, casual=True)
+    for fn, word, meant in (
+        (tree_attn_func, "casual", "causal"),
+        (tree_attn_varlen_func, "cu_seqlens_q", "cu_seqlens"),
+        (TreeConfig, "gird", "grid"),
+    ):
+        with pytest.raises(TypeError, match=f"; did you mean '{meant}' instead of '{word}'"):
+            fn(**{word: 1})
     given = FUNCTIONS[tree_recurrence] | {"inputs": (_x(1, 8, 2).to("meta"),)}
     with pytest.raises(ValueError, match="inputs\\[0\\] is on the meta device"):
         tree_recurrence(**given, cp_group=None)

@@ -13,6 +13,7 @@ from megatron_tree import TreeConfig, dispatch_documents, shard_sequence, tree_a
 from megatron_tree.core import comm
 from megatron_tree.core.attention import passes, tuning
 from megatron_tree.core.comm.group import GroupState
+from megatron_tree.core.log import logger
 from megatron_tree.core.plan import DecodePlan, TrainingPlan
 from support.failing_ranks import HOWS, IN_TIME, LIMIT, die, run_to_the_end, start_clock
 from support.ranks import on_ranks, run_distributed
@@ -46,6 +47,20 @@ def _error(got, want):
 
 def _plans():
     return list(GroupState.of(dist.group.WORLD).tuned.values())
+
+
+@on_ranks(2)
+def test_log_lines_are_short(rank, world):
+    """Those of the first training call, with tuning, and of a decode step: each a fact, the plan's all together."""
+    lines = []
+    with mock.patch.object(logger, "log", lambda level, line: lines.append(line)):
+        _step()
+        q, k, v = _inputs()
+        tree_decode(q[:, :1].detach(), k.detach(), v.detach(), cp_group=dist.group.WORLD)
+    assert not lines or max(map(len, lines)) <= 120
+    assert (rank == 0) == any(line.startswith("attention over 2 ranks (4 heads") for line in lines)
+    at = next((i for i, line in enumerate(lines) if line.startswith("attention over")), None)
+    assert at is None or [line.split()[0] for line in lines[at + 1 : at + 5 : 2]] == ["forward", "backward"]
 
 
 class _Clock:

@@ -72,6 +72,14 @@ def test_every_topology_gives_a_plan(name, world):
     assert world > 1 or (plan.forward.grid == (1, 1) and plan.forward.cost.bytes == plan.forward.cost.peak_bytes == 0)
 
 
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_reason_has_short_lines_and_no_rivals(network):
+    topology, hosts = NETWORKS[network]
+    for shape in (MHA, GQA8):
+        lines = training(64, shape, topology, hosts, seq_len=1 << 20).reason.splitlines()
+        assert len(lines) == 4 and max(map(len, lines)) <= 120 and "against" not in " ".join(lines)
+
+
 @pytest.mark.parametrize("hosts", [[n // 4 for n in range(16)], [n // 2 for n in range(16)], [0] * 5 + [1] * 7])
 @pytest.mark.parametrize("backward", [False, True])
 def test_bytes_per_level_by_counting_messages(hosts, backward):

@@ -93,7 +93,7 @@ def test_the_budget(capsys):
     ],
 )
 def test_errors_are_one_line(capsys, options, message):
-    assert main(options) == 1
+    assert main(options) == 2
     err = capsys.readouterr().err
     assert err.startswith("plan: ") and err.count("\n") == 1 and re.search(message, err)
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from megatron_tree.core.kernels import fastest
 from megatron_tree.core.plan import default_topology, load_topology, place, save_topology
-from megatron_tree.tools.calibrate import calibrate, cluster, command, compute, kernel_cases, links
+from megatron_tree.tools.calibrate import cluster, command, compute, kernel_cases, links
+from megatron_tree.tools.calibrate.cluster import calibrate
 from megatron_tree.tools.calibrate.kernel_cases import KernelCase, keep_fastest
 from megatron_tree.tools.emulate import Cluster
 from support.emulation import emulated

@@ -134,8 +134,9 @@ def _fastest(candidates: tuple[Plan, ...], run: Run, ranks: comm.Ranks) -> Plan:
             seconds = slowest()
     plan = _choice(candidates, seconds)
     if ranks.rank == 0:
-        texts = [f"{_text(x, y)}: {' | '.join(map(format_seconds, y))}" for x, y in zip(candidates, seconds)]
-        say_once(f"measured {'; '.join(texts)}; from now on {_text(plan, seconds[0])}")
+        for candidate, of_passes in zip(candidates, seconds):
+            say_once(f"measured {_text(candidate, of_passes)}: {' | '.join(map(format_seconds, of_passes))}")
+        say_once(f"from now on {_text(plan, seconds[0])}", about=f"from now on {seconds}")
     return plan
 
 

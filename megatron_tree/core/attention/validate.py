@@ -386,7 +386,8 @@ def _check_finite(rank: int, name: str, x: Tensor | None, used: Tensor | None = 
         at = bad.nonzero()[0].tolist()
         value = x[tuple(at)].item()
         at[0] += first_row
+        places = "1 place" if (number := int(bad.sum())) == 1 else f"{number} places"
         raise ValueError(
-            f"{name} on rank {rank} of cp_group holds NaN or infinities in {int(bad.sum())} places, the first at "
+            f"{name} on rank {rank} of cp_group holds NaN or infinities in {places}, the first at "
             f"{name}{at} = {value}: check the code that computes {name} on that rank (found by check='finite')"
         )

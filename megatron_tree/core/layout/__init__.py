@@ -2,7 +2,6 @@
 
 from .dispatch import TreeRun, spread_documents, spread_tree
 from .documents import Dispatched, Packed, document_bounds, packed_layout
-from .prefix_trees import PrefixTree, prefix_tree
 from .read_once import ReadOnce
 from .segments import Segment, by_document, in_chunks, join, positions_of, sequences_of, visible_rows
 from .shards import (
@@ -17,6 +16,16 @@ from .shards import (
     shard_positions,
     shard_segments,
 )
+
+
+def __getattr__(name: str):
+    """Names that need torch, which planning does without."""
+    if name not in ("PrefixTree", "prefix_tree"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import prefix_trees
+
+    return getattr(prefix_trees, name)
+
 
 __all__ = [
     "LAYOUTS",

@@ -13,13 +13,15 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ..arguments import checked
 from ..config import integers
 from .read_once import ReadOnce
 from .segments import Segment, join
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Run = tuple[int, int]
 """(first row, number of rows) of the packed sequence."""
@@ -207,7 +209,7 @@ def packed_layout(
 
 def document_bounds(name: str, values) -> tuple[int, ...]:
     """The integers of cu_seqlens, a list or tensor; `name` is the argument's. Raises ``ValueError``."""
-    return _bounds_of_tensor(values, name) if isinstance(values, Tensor) else _bounds(list(values), name)
+    return _bounds(list(values), name) if isinstance(values, Sequence) else _bounds_of_tensor(values, name)
 
 
 def _bounds(given: list, name: str) -> tuple[int, ...]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class ReadOnce:
@@ -14,7 +15,13 @@ class ReadOnce:
     changes: they are read every time."""
 
     def __init__(self, read: Callable[..., Any]):
-        self._read, self._known = read, WeakTensorKeyDictionary()
+        self._read = read
+
+    @cached_property
+    def _known(self):
+        from torch.utils.weak import WeakTensorKeyDictionary
+
+        return WeakTensorKeyDictionary()
 
     def __call__(self, x: Tensor, *arguments) -> Any:
         if x.is_inference():

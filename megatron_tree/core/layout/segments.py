@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..spec import MaskBounds
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Segment(NamedTuple):
@@ -53,6 +53,8 @@ def in_chunks(segments: Iterable[Segment], size: int) -> list[Segment]:
 
 def sequences_of(segments: Iterable[Segment], num_rows: int, *, device=None) -> Tensor:
     """int64 [num_rows]: the sequence each row belongs to, -1 for rows of no segment."""
+    import torch
+
     seq = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
     for s in segments:
         seq[s.row : s.row + s.length] = s.seq
@@ -61,6 +63,8 @@ def sequences_of(segments: Iterable[Segment], num_rows: int, *, device=None) -> 
 
 def positions_of(segments: Iterable[Segment], num_rows: int, *, device=None, padding: int = -1) -> Tensor:
     """int64 [num_rows]: the position of each row, `padding` for rows of no segment."""
+    import torch
+
     pos = torch.full((num_rows,), padding, dtype=torch.int64, device=device)
     for s in segments:
         pos[s.row : s.row + s.length] = torch.arange(s.pos, s.pos + s.length, device=device)

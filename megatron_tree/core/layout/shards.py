@@ -12,13 +12,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from ..arguments import checked
 from ..config import integers
 from .documents import Dispatched, Packed
 from .segments import Segment, join, positions_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LAYOUTS = ("zigzag", "contiguous")
 

@@ -35,13 +35,13 @@ PASSES = (*TRAINING, "decode")
 
 
 def main(argv: list[str]) -> int:
-    """Print the tables; 0 if there is a plan."""
+    """Print the tables; 0 if there is a plan, 2 for invalid options."""
     args = _parser().parse_args(argv)
     try:
         run(args)
     except (ValueError, OSError) as error:
         print(f"plan: {error}", file=sys.stderr)
-        return 1
+        return 2
     return 0
 
 

@@ -20,7 +20,6 @@ from .choice import MAX_HEAD_CHUNKS, Candidate, choose, choose_head_chunks, choo
 from .cost import PlacedTopology, placed_topology
 from .decode import StepSizes, reductions
 from .plans import (
-    RIVALS,
     Cost,
     DecodePlan,
     PassPlan,
@@ -30,7 +29,6 @@ from .plans import (
     grids,
     head_splits,
     inner_grids,
-    rival_names,
 )
 from .sizes import CallSizes
 from .topology import Placement, Topology
@@ -108,12 +106,9 @@ def plan_training(
 
 def _training_plan(chosen: tuple[PassPlan, PassPlan], names, tables, placed: PlacedTopology, pinned: bool):
     """The plan, with its reason. tables: all candidates for the forward and for the backward, fastest first."""
-    reasons = [
-        f"{name} on {best}{' (as asked for)' * pinned}: {_summary(best.cost, placed)}{_baselines(best, table)}"
-        for name, best, table in zip(names, chosen, tables)
-    ]
-    reason = f"{'; '.join(reasons)} (predicted for {placed.topology.name})"
-    return TrainingPlan(forward=chosen[0], backward=chosen[1], reason=reason, candidates=tables)
+    asked = " (as asked for)" if pinned else ""
+    lines = [f"{name} on {best}{asked}\n{name}: {_summary(best.cost, placed)}" for name, best in zip(names, chosen)]
+    return TrainingPlan(forward=chosen[0], backward=chosen[1], reason="\n".join(lines), candidates=tables)
 
 
 @dataclass(frozen=True)
@@ -223,7 +218,7 @@ def plan_decode(
     best = choose(allowed, placed, memory_budget, "decode step")
     table = _by_time(weighed)
     asked = "" if schedule == "auto" else " (as asked for)"
-    reason = f"{best}{asked}: {_summary(best.cost, placed)}{_baselines(best, table)} (predicted for {topology.name})"
+    reason = f"{best}{asked}: {_summary(best.cost, placed)}"
     return DecodePlan(**vars(best), reason=reason, candidates=table)
 
 
@@ -243,15 +238,4 @@ def _summary(cost: Cost, placed: PlacedTopology) -> str:
         if placed.top
         else ""
     )
-    return f"{format_seconds(cost.time_s)} and {format_bytes(cost.bytes)} sent by a rank{over}"
-
-
-def _baselines(best: Candidate, table: tuple[Candidate, ...]) -> str:
-    """Predicted time and bytes of the rivals: the ring, the KV gather, Ulysses, the all-reduce."""
-    rivals = {name: next((c for c in table if name in rival_names(c)), None) for name in RIVALS}
-    others = [
-        f"{name} {format_seconds(rival.cost.time_s)} and {format_bytes(rival.cost.bytes)}"
-        for name, rival in rivals.items()
-        if rival is not None and rival is not best
-    ]
-    return f", against {', '.join(others)}" if others else ""
+    return f"{format_seconds(cost.time_s)} predicted, {format_bytes(cost.bytes)} sent by a rank{over}"

@@ -106,7 +106,7 @@ class TrainingPlan:
     forward: PassPlan
     backward: PassPlan
     reason: str
-    """The choice and its alternatives, in one readable sentence."""
+    """Two lines for each pass: the choice; what it takes."""
     candidates: tuple[tuple[PassPlan, ...], tuple[PassPlan, ...]]
     """All candidates for the forward and for the backward, fastest first."""
 

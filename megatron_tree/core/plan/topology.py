@@ -9,6 +9,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cached_property, lru_cache
 from pathlib import Path
 
+from ..arguments import suggestion
 from ..files import read_yaml, whole_file
 
 TRANSPORTS = ("direct", "builtin", "shm")
@@ -224,7 +225,9 @@ def _take(content: object, kind: type) -> dict:
     needed = {f.name for f in fields(kind) if f.default is MISSING}
     missing, unknown = sorted(needed - content.keys()), sorted(map(str, content.keys() - names.keys()))
     if missing or unknown:
-        raise ValueError(f"a {kind.__name__.lower()} lacks {missing} and has unknown entries {unknown}")
+        faults = [f"lacks {missing}"] * bool(missing) + [f"has unknown entries {unknown}"] * bool(unknown)
+        hint = suggestion(content, names)
+        raise ValueError(f"a {kind.__name__.lower()} {' and '.join(faults)}{hint}")
     taken = {}
     for name, value in content.items():
         if names[name] == "float":

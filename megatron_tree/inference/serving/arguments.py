@@ -11,10 +11,10 @@ import sysconfig
 from pathlib import Path
 
 from ...core.config import WEIGHTS, default_config
+from ...core.files import reason
 from ...launching import new_parser
 from ..generation.sampling import SamplingParams
 from ..generation.speculation import MOST
-from .batch import check_lines
 
 QUESTIONS = {  # of the default text, and of others
     True: "Answer in one short sentence: what does the module above implement?",
@@ -148,6 +148,8 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
         args.prompt_file = str(Path(sysconfig.get_paths()["stdlib"]) / "heapq.py")
     for option, name in (("--prompt-file", args.prompt_file), *(("--image", name) for name in args.image)):
         check_readable(option, name)
+    if args.prompt_file is not None and (text := Path(args.prompt_file)).is_file() and not text.read_bytes().strip():
+        raise ValueError(f"--prompt-file {args.prompt_file!r} is empty: name a file with text")
     if not args.question.strip():
         raise ValueError("--question is empty: say what to ask about the text")
     if args.check:
@@ -176,6 +178,8 @@ def _check_batch(args: argparse.Namespace) -> None:
         raise ValueError("--prompts needs --output FILE.jsonl for the answers")
     check_readable("--prompts", args.prompts)
     check_writable("--output", args.output)
+    from .batch import check_lines
+
     check_lines(args.prompts)
 
 
@@ -211,15 +215,24 @@ def check_model_options(args: argparse.Namespace, world_size: int) -> None:
             "--tensor-model-parallel-size out"
         )
     if args.model != "smollm2" and not (Path(args.model) / "config.json").is_file():
-        raise ValueError(f"--model {args.model!r} is neither 'smollm2' nor a folder with a config.json")
+        raise ValueError(
+            f"--model {args.model!r} is neither 'smollm2' nor a folder with a config.json; "
+            "nothing is downloaded: name a local folder"
+        )
     if not 0 <= args.num_speculative_tokens <= MOST:
         raise ValueError(f"--num-speculative-tokens {args.num_speculative_tokens} must be from 0 (none) to {MOST}")
 
 
 def check_readable(option: str, path: str | None) -> None:
     """Raise ValueError for a file that can't be read; None is no file."""
-    if path is not None and (Path(path).is_dir() or not os.access(path, os.R_OK)):
-        raise ValueError(f"{option} {path!r} can't be read")
+    if path is None:
+        return
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{option} {path!r} can't be read: {reason(error)}") from None
+    if Path(path).is_dir():
+        raise ValueError(f"{option} {path!r} can't be read: it is a folder, name a file")
 
 
 def check_writable(option: str, path: str) -> None:

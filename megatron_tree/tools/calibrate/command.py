@@ -16,14 +16,7 @@ import functools
 import os
 from pathlib import Path
 
-import torch.distributed as dist
-
-from ...core import comm
-from ...core.comm.rendezvous import start_on_own_device
-from ...core.plan import default_topology, save_topology
 from ...launching import new_parser, run_script, together
-from .cluster import calibrate
-from .kernel_cases import keep_fastest
 
 TIMEOUT_S = 300.0  # of a single wait
 EXAMPLES = """\
@@ -60,6 +53,11 @@ def main(argv: list[str]) -> int:
 
 def run(args: argparse.Namespace) -> None:
     """Calibrate, on this rank; collective over all ranks."""
+    import torch.distributed as dist
+
+    from ...core import comm
+    from ...core.comm.rendezvous import start_on_own_device
+
     device = start_on_own_device(TIMEOUT_S)
     with together(args, comm.Ranks.of(dist.group.WORLD, limit_s=TIMEOUT_S)):
         pass
@@ -70,6 +68,12 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _calibrate(args: argparse.Namespace, device) -> None:
+    import torch.distributed as dist
+
+    from ...core.plan import default_topology, save_topology
+    from .cluster import calibrate
+    from .kernel_cases import keep_fastest
+
     say = functools.partial(print, flush=True) if dist.get_rank() == 0 else lambda line: None
     assumed = default_topology("nccl" if device.type == "cuda" else "gloo") if args.no_compute else None
     calibrated = calibrate(

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from ...core.files import whole_folder, writing
 from ...integrations.megatron.cpu import megatron_on_cpu
-from ...integrations.transformers.models import model_folder
+from ...integrations.transformers.models import model_folder, naming
 from ..training.arguments import build_parser, complete
 from ..training.checkpoint import (
     check_index,
@@ -49,10 +49,12 @@ def to_megatron(model: str, out: Path) -> list[str]:
     Raises: ValueError for a model that can't be converted.
     """
     source = model_folder(model)
-    config = AutoConfig.from_pretrained(source)
+    with naming(source, "config.json"):
+        config = AutoConfig.from_pretrained(source)
     options = options_of(config)
     _check_free(out)
-    tensors = AutoModelForCausalLM.from_pretrained(source, dtype="auto", use_safetensors=True).state_dict()
+    with naming(source, "*.safetensors"):
+        tensors = AutoModelForCausalLM.from_pretrained(source, dtype="auto", use_safetensors=True).state_dict()
     options["bf16"] = all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
     options["seq_length"] = config.max_position_embeddings
     lines = []

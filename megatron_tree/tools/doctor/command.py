@@ -9,7 +9,6 @@ from ...core.config import CP_COMM_TYPES
 from ...core.plan import check_heads
 from ...core.units import parse_count
 from ...launching import new_parser
-from . import findings
 
 EXAMPLES = """\
 examples:
@@ -25,6 +24,8 @@ anything is marked !, 2 if the options contradict one another.
 def main(argv: list[str]) -> int:
     """Print the findings. Returns 0, 1 if something required is missing, 2 for invalid options."""
     args = _parser().parse_args(argv)
+    from . import findings
+
     args.kv_heads = args.kv_heads or args.heads
     try:
         check_heads(args.heads, args.kv_heads, args.tp)
@@ -42,13 +43,19 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser("megatron-tree doctor", __doc__, EXAMPLES, config=False)
     add = parser.add_argument
-    add("--for", dest="purpose", choices=findings.NEEDED, default="megatron", help="the framework (default megatron)")
+    add(
+        "--for",
+        dest="purpose",
+        choices=("functions", "megatron", "deepspeed"),
+        default="megatron",
+        help="the framework (default megatron)",
+    )
     add = parser.add_argument_group("the configuration").add_argument
     add("--cp", type=parse_count, default=8, help="context-parallel ranks (default 8)")
     add("--tp", type=parse_count, default=1, help="tensor-parallel ranks (default 1)")
     add("--heads", type=parse_count, default=32, help="query heads of the model (default 32)")
     add("--kv-heads", type=parse_count, help="KV heads of the model (default: as many as query heads)")
     add("--head-dim", type=parse_count, default=128, help="(default 128)")
-    add("--dtype", choices=findings.DTYPES, default="bf16", help="of q, k and v (default bf16)")
+    add("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of q, k and v (default bf16)")
     add("--cp-comm-type", choices=CP_COMM_TYPES, default="tree", help="Megatron's option (default tree)")
     return parser

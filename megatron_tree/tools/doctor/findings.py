@@ -37,13 +37,13 @@ PACKAGES = (
     ("transformers", "Hugging Face models"),
     ("pyyaml", "topologies and configurations in files"),
 )
-NEEDED = {
+NEEDED = {  # by framework, as in the command's --for
     "functions": ("torch", "numpy"),
     "megatron": ("torch", "numpy", "megatron-core"),
     "deepspeed": ("torch", "numpy", "deepspeed", "transformers"),
 }
 _EXTRA = {"megatron-core": "megatron", "deepspeed": "deepspeed", "transformers": "hf"}
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # as in the command's --dtype
 _ROWS = 16  # tokens of the tensors that a backend is chosen for; the choice does not depend on their number
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from ...core.config import CP_COMM_TYPES
 from ...core.files import read_yaml, whole_file
-from ...integrations.megatron.compat import CP_COMM_TYPES
 from ...launching import new_parser, parse_with_config
-from .data import VOCAB_SIZE, open_tokenizer, vocab_size
+from .data import VOCAB_SIZE, open_tokenizer, text_files, vocab_size
 
 EXAMPLES = """\
 examples (on a machine without an accelerator put DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 in front):
@@ -169,6 +170,11 @@ def _files(args: argparse.Namespace) -> Iterator[str]:
             f"data_path={args.data_path!r} is not a folder of text files: name one, or for indexed datasets run "
             "Megatron-LM's pretrain_gpt.py (bash launch/megatron_lm.sh)"
         )
+    elif args.data_path is not None and not text_files(args.data_path):
+        yield f"--data-path {args.data_path!r} holds no files: name a folder of text files"
+    for option, path in (("--output-dir", args.output_dir), ("--save", args.save)):
+        if path is not None and (fault := _uncreatable(Path(path).absolute())) is not None:
+            yield f"{option} {path!r} can't be created: {fault}; name another folder"
     for name in ("save_interval", "keep_checkpoints", "resume"):
         if getattr(args, name) and not args.save:
             yield f"{name}={getattr(args, name)} has no effect without --save"
@@ -177,6 +183,14 @@ def _files(args: argparse.Namespace) -> Iterator[str]:
         yield f"vocab_size={args.vocab_size} must be at least {tokens}, the tokens of {source}"
     if args.tokenizer_model is not None and open_tokenizer(args.tokenizer_model).eos_token_id is None:
         yield f"tokenizer_model={args.tokenizer_model!r} has no token for the end of a document (eos_token)"
+
+
+def _uncreatable(folder: Path) -> str | None:
+    """Why a folder can't be made or written to; None if it can."""
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not there.is_dir():
+        return f"{there} is no folder"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} can't be written to"
 
 
 def complete(args: argparse.Namespace) -> argparse.Namespace:

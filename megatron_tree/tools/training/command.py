@@ -7,10 +7,11 @@ from ...launching import run_script
 
 def train(argv: list[str]) -> int:
     """Train a GPT with Megatron-core. Returns the exit status."""
-    from ...core.comm.rendezvous import check_launched
     from .arguments import build_parser, check_arguments, complete
 
     def check(args, world_size):
+        from ...core.comm.rendezvous import check_launched
+
         check_launched()
         check_arguments(complete(args), world_size)
 

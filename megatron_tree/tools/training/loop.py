@@ -229,4 +229,6 @@ def _conclude(reporter: Reporter, args: argparse.Namespace, outcome: RunOutcome)
         way_on = "continue with --resume" if args.save else "nothing is saved without --save"
         reporter.say(f"stopped by a signal after step {outcome.iteration} of {args.train_iters}; {way_on}")
     else:
-        reporter.say(f"final loss {loss:.4f} nats per token, unigram model {unigram:.4f}: {unigram - loss:.4f} below")
+        side = "below" if loss <= unigram else "above"
+        difference = f"{abs(unigram - loss):.4f} {side} the unigram model's {unigram:.4f}"
+        reporter.say(f"final loss {loss:.4f} nats per token, {difference}")

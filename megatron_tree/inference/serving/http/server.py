@@ -33,7 +33,7 @@ from ...generation.requests import Request
 from ...generation.sampling import SamplingParams
 from ...generation.scheduler import Scheduler
 from ..images import ImagePrompts
-from ..start import Worker, start
+from ..start import StartError, Worker, start
 from .app import Service, create_app
 from .arguments import LINK
 from .frontend import Frontend
@@ -190,6 +190,10 @@ def run(args: Namespace) -> None:
     at = start(args, lambda _, config: (_max_model_len(args, config), _bound(args)))
     with comm.monitored("the first turns"):
         runner = at.engine.new_runner(capacity_tokens=args.cache_tokens)
+        if runner.free_tokens == 0:
+            raise StartError(
+                f"--cache-tokens {args.cache_tokens} is less than a page of the cache: give {runner.page_size} or more"
+            )
         _warm_up(at, runner)
     with comm.monitored("serving", wait_limit_s=args.wait_timeout):
         _run(args, at, runner)
@@ -303,4 +307,9 @@ def _max_model_len(args: Namespace, config) -> int:
     positions = num_positions(config)
     if args.max_model_len is None and positions is None:
         raise ValueError("the model's configuration names no limit of length: pass --max-model-len")
-    return min(limit for limit in (args.max_model_len, positions) if limit is not None)
+    if None not in (args.max_model_len, positions) and args.max_model_len > positions:
+        raise ValueError(
+            f"--max-model-len {args.max_model_len:,} exceeds the model's {positions:,} positions: give at most those, "
+            "or leave it out"
+        )
+    return args.max_model_len or positions

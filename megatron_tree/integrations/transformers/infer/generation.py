@@ -188,7 +188,9 @@ def check_length(config, num_tokens: int, max_new_tokens: int) -> None:
     """Raise ``ValueError`` when a prompt and its answer are longer than the model's positions."""
     limit = num_positions(config)
     if limit is not None and num_tokens + max_new_tokens > limit:
+        ways = [f"shorten the prompt to {limit - max_new_tokens} tokens"] * (max_new_tokens < limit)
+        ways += [f"ask for at most {limit - num_tokens} new ones"] * (num_tokens < limit)
         raise ValueError(
             f"{num_tokens} prompt tokens and max_new_tokens={max_new_tokens} exceed the model's {limit} positions: "
-            f"shorten the prompt to {max(limit - max_new_tokens, 0)} tokens or ask for fewer new ones"
+            f"{' or '.join(ways) or 'shorten both'}"
         )

