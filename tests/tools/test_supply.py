@@ -71,7 +71,7 @@ def test_weights_are_safetensors(tmp_path):
     assert load_model(tmp_path, torch.float32).num_parameters() == model.num_parameters()
     (tmp_path / "model.safetensors").unlink()
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"can't be loaded .*weights must be \.safetensors"):
+    with pytest.raises(ValueError, match=r"can't be loaded: .*weights must be \.safetensors"):
         load_model(tmp_path, torch.float32)
 
 

@@ -222,7 +222,8 @@ def _fault(folder: Path, files: tuple[str, ...]) -> str | None:
             if missing := sorted(name for name in needed if not (folder / name).is_file()):
                 return f"{missing[0]} is missing, which {file.name} names"
     if files and not any(any(folder.glob(pattern)) for pattern in files):
-        return f"it has no {' or '.join(files)} (save_pretrained writes one)"
+        kind = "; weights must be .safetensors" if "*.safetensors" in files else ""
+        return f"it has no {' or '.join(files)}{kind} (save_pretrained writes them)"
     for file in sorted(folder.glob("*.safetensors")):
         try:
             safe_open(file, "pt").__exit__(None, None, None)
