@@ -195,7 +195,8 @@ def test_calls_that_are_rejected_do_not_count():
 def test_what_is_measured(world):
     """Trials of calls that are made once, that are repeated without gradients, and that are new with every batch."""
     calls = mock.patch.object(tuning, "_fastest", side_effect=lambda candidates, *_: candidates[0])
-    with grid_and_heads(world), calls as fastest, mock.patch.multiple(tuning, KINDS_COUNTED=4, KINDS_MEASURED=3):
+    few_counted = mock.patch.object(GroupState.of(dist.group.WORLD).counted, "most", 4)
+    with grid_and_heads(world), calls as fastest, few_counted, mock.patch.object(tuning, "KINDS_MEASURED", 3):
         counts = []
         with torch.no_grad():
             for seq in range(16, 16 + 20 * world, 2 * world):

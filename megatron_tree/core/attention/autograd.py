@@ -69,7 +69,7 @@ class TreeAttention(torch.autograd.Function):
     """Differentiable attention of this rank's queries over the whole sequence: (out, lse) of its shard.
 
     Without with_lse, lse may be None. A plan that exchanges heads adds what its backward needs; placeholders, if there
-    are any, are then residuals instead of this rank's q, k and v.
+    are any, are then kept instead of this rank's q, k and v.
     """
 
     @staticmethod

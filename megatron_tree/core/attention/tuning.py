@@ -28,7 +28,6 @@ SLOW = 1.5  # times the fastest: slower plans run twice only
 SAMPLES = 4  # further runs of the others,
 BUDGET_S = 2.0  # or as many as take so long
 GAIN = 0.03  # by which another plan must be faster than the planner's
-KINDS_COUNTED = 256  # of calls without a backward
 KINDS_MEASURED = 32
 
 Run = Callable[[Plan, "Stopwatch"], None]
@@ -98,9 +97,7 @@ def tuned_plan(
 def _is_repeated(state: GroupState, kind: tuple) -> bool:
     """Count a call."""
     counts = state.counted
-    counts[kind] = counts.pop(kind, 0) + 1
-    if len(counts) > KINDS_COUNTED:
-        del counts[next(iter(counts))]
+    counts[kind] = counts.get(kind, 0) + 1
     return counts[kind] > REPEATED + state.size
 
 

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 _EARLY_STOP = torch.utils.checkpoint._StopRecomputationError
 
 UNSTAMPED = {"nccl"}  # backends whose messages carry nothing of the call
-MAX_AGREED = 4096  # kinds of calls that a group remembers
 ASK_AFTER_S = 0.3  # of waiting, after which ranks are asked that went on without a comparison
 SHOWN = 300  # characters of a value
 LOGGED = 32  # calls that are compared at once where messages carry no stamp
@@ -123,11 +122,7 @@ class CollectiveCall:
             digest = digest_of(self._name, {**values, **batch})
         agreement = Agreement({**values, **batch, **(changing or {})}, digest)
         self._begin(agreement, how)
-        for x in (kind, key):
-            agreed.pop(x, None)
-            agreed[x] = digest  # the newest
-        while len(agreed) > MAX_AGREED:  # packed documents: a new one with every batch
-            del agreed[next(iter(agreed))]  # the oldest, on every rank the same
+        agreed[kind] = agreed[key] = digest
         return agreement
 
     def start(self, after: int = 0) -> None:

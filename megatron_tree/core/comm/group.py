@@ -14,11 +14,9 @@ import torch.distributed as dist
 
 from .call_record import CallRecord
 
-PLANNED = 64  # kinds of calls; packed documents are new ones with every batch
-
 
 class Recent(dict):
-    """A dictionary of the `most` entries that were set last."""
+    """The `most` entries that were set last: packed documents make new kinds of calls in every batch."""
 
     def __init__(self, most: int):
         self.most = most
@@ -58,11 +56,11 @@ class GroupState:
     """ranks.py: (type of a device, TreeConfig) -> `Ranks`."""
     tuned: dict[tuple, Any] = field(default_factory=dict)
     """attention/tuning.py: kinds of calls -> the plan that was measured to be the fastest."""
-    planned: Recent = field(default_factory=lambda: Recent(PLANNED))
+    planned: Recent = field(default_factory=lambda: Recent(64))
     """attention/: calls that are planned, by what they depend on."""
-    counted: dict[tuple, int] = field(default_factory=dict)
+    counted: Recent = field(default_factory=lambda: Recent(256))
     """attention/tuning.py: kinds of calls without a backward -> how many there were; the latest kind last."""
-    agreed: dict[tuple, int] = field(default_factory=dict)
+    agreed: Recent = field(default_factory=lambda: Recent(4096))
     """agreement.py: what all ranks have agreed on, or trust in -> its digest; the oldest first."""
     calls: CallRecord = field(default_factory=CallRecord)
     """agreement.py: the calls that this rank has made."""
