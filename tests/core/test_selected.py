@@ -1,6 +1,7 @@
 """Attention to the keys that an index selects, over a sharded sequence: selection, values and gradients are exact."""
 
 import functools
+import weakref
 from unittest import mock
 
 import pytest
@@ -19,6 +20,7 @@ from megatron_tree import (
 )
 from megatron_tree.core import energy
 from megatron_tree.core.attention import selection
+from megatron_tree.core.attention.cell import SelectedKeys
 from megatron_tree.core.attention.selection import tree_select_prefill
 from megatron_tree.core.comm import traffic
 from megatron_tree.core.layout import document_positions
@@ -188,6 +190,25 @@ def test_what_travels_is_a_list(rank, world):
                 tree_attn_func(q, k, v, selected=given, config=config, **options)
             sent.append(sum(x.bytes for x in log))
         assert sent[1] - sent[0] == travels * selected.numel() * 4, grid
+
+
+@on_ranks(2)
+def test_gathered_lists_do_not_wait_for_the_backward():
+    """Every layer has lists of its own: those of other ranks' queries are freed with the pass that gathered them."""
+    lists, begin = [], SelectedKeys.__init__
+
+    def seen(self, *args):
+        lists.append(weakref.ref(self))
+        begin(self, *args)
+
+    group, config = dist.group.WORLD, TreeConfig(grid=(2, 1))
+    q, k, v = (shard_sequence(x.float(), group, 1).requires_grad_() for x in make_inputs(SEQ, (4, 2))[:3])
+    selected = torch.zeros(*q.shape[:2], 1, dtype=torch.int32)
+    with mock.patch.object(SelectedKeys, "__init__", seen):
+        out = tree_attn_func(q, k, v, cp_group=group, selected=selected, config=config)
+        assert len(lists) == 1 and lists[0]() is None
+        out.sum().backward()
+    assert q.grad.isfinite().all()
 
 
 @pytest.mark.parametrize(

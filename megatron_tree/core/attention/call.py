@@ -52,8 +52,7 @@ class AttentionCall:
     def agree(self, collective: comm.CollectiveCall, transport: str) -> None:
         """Packed documents and slices are new with every batch; so is the seed of dropout, with every call."""
         spec, layout, layout_kv = self.spec, self.queries.layout, self.keys.layout
-        rows = {"seq_len": self.queries.seq_len, "seq_len_kv": self.keys.seq_len, "layout": layout}
-        rows["layout_kv"] = layout_kv
+        rows = dict(seq_len=self.queries.seq_len, seq_len_kv=self.keys.seq_len, layout=layout, layout_kv=layout_kv)
         packed = not isinstance(layout, (str, tuple)) and transport == "direct"
         others = {name: value for name, value in vars(self).items() if name not in ("shape", "spec", "queries", "keys")}
         facts = {"batch": self.batch, **({"documents": type(layout).__name__} if packed else rows)}
@@ -133,7 +132,6 @@ class PlannedAttention(AttentionCall):
     plan: TrainingPlan
     selected_keys: Tensor | None = None
     """int32 [b, s, m]: positions of the keys that this rank's queries see, if not all within the mask; -1: none."""
-
     cells: dict[tuple, Cell] = field(default_factory=dict)
     """By a pass's plan and backend."""
 
@@ -210,6 +208,8 @@ class PlannedAttention(AttentionCall):
 
     def cell(self, plan: PassPlan) -> Cell:
         """This rank's cell of a pass's arrangement (docs/design.md, section 2)."""
+        if self.selected_keys is not None:  # what a cell has gathered of them goes with its pass
+            return self._cell(plan)
         if (cell := self.cells.get((plan, self.backend))) is None:
             cell = self.cells[plan, self.backend] = self._cell(plan)
         return cell
