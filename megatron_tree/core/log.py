@@ -1,5 +1,5 @@
 """The logger "megatron_tree": the package logs its choices at level INFO, and what one would not expect as a warning,
-each line once per process."""
+each text once per process."""
 
 import logging
 import time
@@ -10,20 +10,21 @@ _said_at: dict[str, float] = {}
 MOST_KEPT = 100
 
 
-def say_once(line: str, about: str | None = None) -> None:
-    """Log a line unless this process has logged it before, or one about the same."""
-    _log_once(logging.INFO, line, about)
+def say_once(text: str, about: str | None = None) -> None:
+    """Log a text, each line as one of its own, unless this process has logged it before, or one about the same."""
+    _log_once(logging.INFO, text, about)
 
 
-def warn_once(line: str, about: str | None = None) -> None:
+def warn_once(text: str, about: str | None = None) -> None:
     """`say_once` as a warning."""
-    _log_once(logging.WARNING, line, about)
+    _log_once(logging.WARNING, text, about)
 
 
-def _log_once(level: int, line: str, about: str | None) -> None:
-    if (about or line) not in _said:
-        _said.add(about or line)
-        logger.log(level, line)
+def _log_once(level: int, text: str, about: str | None) -> None:
+    if (about or text) not in _said:
+        _said.add(about or text)
+        for line in text.splitlines():
+            logger.log(level, line)
 
 
 def is_due(about: str, every_s: float) -> bool:
