@@ -3,6 +3,7 @@
 import functools
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,11 +45,9 @@ def _batches(dp_rank=0, dp_size=1):
         yield {"input_ids": ids, "labels": ids.masked_fill(ids % 3 == 0, -100)}
 
 
-def _names(folder):
-    """What the blocks take for granted."""
-    import trl
+def _names():
+    """What the loops take for granted."""
     from accelerate import Accelerator
-    from datasets import Dataset
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn.parallel import DistributedDataParallel
@@ -56,20 +55,14 @@ def _names(folder):
 
     from megatron_tree.integrations.transformers import register_sequence_parallel
     from megatron_tree.integrations.transformers.train.accelerated import prepare_data_loader
-    from support.byte_tokens import byte_tokenizer
 
-    rows = [{name: x[0] for name, x in batch.items()} for batch in _batches()]
-    pairs = [{"prompt": "what is it", "chosen": f"number {i}", "rejected": "no"} for i in range(8)]
     return {
-        "dist": dist, "torch": torch, "batches": _batches, "folder": str(folder),
-        "model": _model(), "reference": _model(),
+        "dist": dist, "torch": torch, "batches": _batches, "model": _model(),
         "DistributedDataParallel": DistributedDataParallel, "init_device_mesh": init_device_mesh,
         "fully_shard": functools.partial(fully_shard, mp_policy=MixedPrecisionPolicy(torch.float32)),
         "register_sequence_parallel": register_sequence_parallel,
-        "TrainingArguments": transformers.TrainingArguments, "data": rows, "Accelerator": Accelerator,
+        "Accelerator": Accelerator,
         "prepare_data_loader": prepare_data_loader, "loader": DataLoader(list(_batches()), batch_size=None),
-        "DPOTrainer": trl.DPOTrainer, "DPOConfig": trl.DPOConfig, "pairs": Dataset.from_list(pairs),
-        "tokenizer": byte_tokenizer(size=129),
     }  # fmt: skip
 
 
@@ -78,9 +71,9 @@ def _weights(model):
     return torch.cat([p.detach().flatten() for p in whole])
 
 
-def _error_of_a_loss(block, folder):
+def _error_of_a_loss(block):
     """Of the gradients, averaged over the ranks, with the mean cross entropy as the loss."""
-    names, plain = _names(folder), _model()
+    names, plain = _names(), _model()
     batch, model = next(_batches()), names["model"]
     parallel = names["register_sequence_parallel"](model)
     count = (batch["labels"][:, 1:] != -100).sum()
@@ -98,6 +91,8 @@ def _run(rank, world, folder):
     from accelerate.state import AcceleratorState
 
     plain, blocks = _model(), _blocks()
+    sys.argv = ["program", str(folder), __file__]  # the arguments of whole programs: a model, and a text
+    os.chdir(folder)
     begun = _weights(plain)
     optimizer = torch.optim.AdamW(plain.parameters())
     for batch in _batches():
@@ -109,19 +104,23 @@ def _run(rank, world, folder):
     for heading in (*LOOPS, *TRAINERS):
         AcceleratorState._reset_state(reset_partial_state=True)
         with as_launched():
-            names = _names(folder)
+            names = _names() if heading in LOOPS else {}
             exec(blocks[heading], names)
             ended[heading] = _weights(names["model"])
         if heading in TRAINERS:
             assert names["trainer"].state.global_step == names["args"].max_steps
     moved_by = (_weights(plain) - begun).norm()
     errors = {heading: float((ended[heading] - _weights(plain)).norm() / moved_by) for heading in LOOPS}
-    errors["a loss"] = _error_of_a_loss(blocks["Losses of your own"], folder)
+    errors["a loss"] = _error_of_a_loss(blocks["Losses of your own"])
     moved = {heading: largest((ended[heading] - begun).abs().tolist()) for heading in TRAINERS}
     return errors, moved, {heading: float(x.double().sum()) for heading, x in ended.items()}
 
 
 def test_blocks_of_the_page(tmp_path):
+    from support.byte_tokens import byte_tokenizer
+
+    _model().save_pretrained(tmp_path)
+    byte_tokenizer(size=129).save_pretrained(tmp_path)
     cases = run_distributed(_run, 2, tmp_path, env=OFFLINE, fresh=True, timeout=250)
     for errors, moved, sums in cases:
         assert set(errors) == {*LOOPS, "a loss"} and largest(errors.values()) < SAME, errors

@@ -4,10 +4,15 @@ import contextlib
 import importlib.util
 import io
 import re
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from megatron_tree import shard_sequence, tree_attn_func, unshard_sequence
 from support.ranks import as_launched, run_distributed
 
 REPO = Path(__file__).resolve().parents[2]
@@ -52,6 +57,54 @@ def _printed(rank, world, program):
     with as_launched(), contextlib.redirect_stdout(out):
         exec(program, {"__name__": "__main__"})
     return out.getvalue()
+
+
+def _asked(rank, world, program, folder):
+    sys.argv = ["ask.py", folder]
+    return _printed(rank, world, program)
+
+
+def test_the_program_of_inference_answers_as_plain_transformers(tmp_path):
+    """Both turns, and the second one continues the cache."""
+    pytest.importorskip("transformers")
+    from support.byte_tokens import byte_tokenizer
+    from support.hf_models import plain, tiny_model
+
+    (program,) = re.findall(r"```python\n(# ask.py.*?)```", (REPO / "docs/inference.md").read_text(), flags=re.DOTALL)
+    model, tokenizer = tiny_model("llama"), byte_tokenizer(size=129)
+    for x in (model, tokenizer):
+        x.save_pretrained(tmp_path)
+    first, *others = run_distributed(_asked, 2, program, str(tmp_path), fresh=True)
+    said = re.findall(r" bytes on this rank: (.*?)(?=\n\d|\n\Z)", first, flags=re.DOTALL)
+    ids, wanted = torch.zeros(1, 0, dtype=torch.int64), []
+    for text in re.search(r'in \("(.*?)", "(.*?)"\)', program).groups():
+        ids = torch.cat([ids, tokenizer(text, return_tensors="pt").input_ids], dim=1)
+        ids = torch.cat([ids, plain(model, ids, 16, eos_token_id=None)[0]], dim=1)
+        wanted.append(tokenizer.decode(ids[0]))
+    assert others == [""] and said == wanted
+
+
+def _difference(rank, world):
+    """What the lines of "My loss differs" print, for a right and for a wrong result."""
+    text = (REPO / "docs/troubleshooting.md").read_text()
+    (program,) = re.findall(r"```python\n(   out = .*?)   ```", text, flags=re.DOTALL)
+    printed = []
+    for scale in (1.0, 1.01):
+        torch.manual_seed(3)
+        q, k, v = (torch.randn(1, 32, h, 16) for h in (4, 2, 2))
+        names = {"torch": torch, "group": dist.group.WORLD, "unshard_sequence": unshard_sequence}
+        names |= {x: shard_sequence(y, dist.group.WORLD, 1) for x, y in (("q", q), ("k", k), ("v", v))}
+        names["tree_attn_func"] = lambda *args, scale=scale, **options: scale * tree_attn_func(*args, **options)
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(textwrap.dedent(program), names)
+        printed.append(float(re.search(r"tensor\(([^,]+),", out.getvalue())[1]))
+    return printed
+
+
+def test_the_comparison_of_troubleshooting():
+    for right, wrong in run_distributed(_difference, 2):
+        assert right < 1e-5 < 1e-3 < wrong
 
 
 def test_the_megatron_program_of_the_readme():
