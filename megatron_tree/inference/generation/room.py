@@ -23,8 +23,8 @@ class Room:
     """Which answers have rows. On the leader, which changes rows at once; `take_changes` is what the others have to do.
 
     max_rows: answers with a row.
-    keep_bytes: shared pages stay when their rows have gone, for prompts that begin alike, while the cache takes at most
-        this many bytes on a rank; 0: none are shared.
+    keep_bytes: shared pages stay when their rows have gone, for prompts with the same prefix, while the cache takes at
+        most this many bytes on a rank; 0: none are shared.
     """
 
     def __init__(self, executor: Executor, *, max_rows: int, keep_bytes: int):

@@ -68,8 +68,8 @@ class Scheduler:
         transport: of the broadcasts, as in `TreeConfig`; None: that of `default_config()`.
         executor: what carries out the turns; default an `Executor` of the runner.
         prefill_first: no answer is continued while a prompt is prefilled, so that all answers advance together.
-        keep_bytes: full pages stay in the cache when their rows have gone, for later prompts that begin alike, as long
-            as it takes at most this many bytes on rank 0; those used least recently go first. 0: none stays.
+        keep_bytes: full pages stay in the cache when their rows have gone, for later prompts with the same prefix, as
+            long as it takes at most this many bytes on rank 0; those used least recently go first. 0: none stays.
         speculation: on rank 0, decides which tokens are drafted in steps; None: none are. Answers don't depend on it.
     Raises: ValueError.
     """

@@ -34,12 +34,12 @@ are prefilled with the sequence sharded, answers are decoded with tree_decode.
 EXAMPLES = """\
 examples:
   the default model and text on 4 ranks, compared with the plain model on one rank
-    bash launch/deepspeed_local.sh -n 4 generate --check
+    torchrun --nproc-per-node 4 -m megatron_tree generate --check
   your own text and question, sampling, an 8-bit cache, statistics written to a file
-    bash launch/deepspeed_local.sh -n 4 generate --prompt-file LICENSE --question "Who may use it?" \\
+    torchrun --nproc-per-node 4 -m megatron_tree generate --prompt-file LICENSE --question "Who may use it?" \\
         --temperature 0.7 --top-p 0.9 --seed 1 --cache-dtype int8 --json figures.json
   a file of prompts, {"prompt": "..."} or {"messages": [...]} per line, 8 at a time; start it again after a crash
-    bash launch/deepspeed_local.sh -n 4 generate --prompts in.jsonl --output out.jsonl --max-rows 8
+    torchrun --nproc-per-node 4 -m megatron_tree generate --prompts in.jsonl --output out.jsonl --max-rows 8
 """
 
 CHAT_DESCRIPTION = """\
@@ -52,9 +52,9 @@ only new tokens are prefilled, with the sequence sharded. Ctrl-C stops an answer
 CHAT_EXAMPLES = """\
 examples:
   a model in a local folder on 8 GPUs, sampled
-    bash launch/deepspeed_local.sh -n 8 chat --model /models/llama --temperature 0.7 --top-p 0.9
+    torchrun --nproc-per-node 8 -m megatron_tree chat --model /models/llama --temperature 0.7 --top-p 0.9
   messages from a file, one per line (also where rank 0 has no terminal: several nodes, batch systems)
-    bash launch/deepspeed_local.sh -n 4 chat --input messages.txt
+    torchrun --nproc-per-node 4 -m megatron_tree chat --input messages.txt
 """
 
 

@@ -23,7 +23,6 @@ EXAMPLES = """\
 examples:
   torchrun --nproc-per-node 4 -m megatron_tree calibrate --out laptop.yaml
   deepspeed --hostfile hostfile --no_local_rank --module megatron_tree calibrate --out my_cluster.yaml
-  python launch/emulate.py --nodes 4 --ranks-per-node 4 -- -m megatron_tree calibrate --out emulated.yaml --no-compute
 """
 
 

@@ -12,10 +12,10 @@ from ...launching import new_parser
 EXAMPLES = """\
 examples:
   megatron-tree convert to-megatron path/to/SmolLM2-135M runs/smollm2
-  bash launch/deepspeed_local.sh -n 4 train --load runs/smollm2 --seq-length 2048 --lr 1e-5 \\
+  torchrun --nproc-per-node 4 -m megatron_tree train --load runs/smollm2 --seq-length 2048 --lr 1e-5 \\
       --context-parallel-size 4 --data-path my_texts --save runs/tuned
   megatron-tree convert to-huggingface runs/tuned runs/tuned-hf
-  bash launch/deepspeed_local.sh -n 4 serve --model runs/tuned-hf
+  torchrun --nproc-per-node 4 -m megatron_tree serve --model runs/tuned-hf
 
 Families: Llama (also SmolLM and SmolLM2), Qwen 2 and 2.5, Qwen 3 (dense). Weights are not changed: there and back
 they are equal bit for bit. It runs in one process on the CPU; memory: twice the weights.

@@ -25,7 +25,7 @@ examples (on a machine without an accelerator put DS_ACCELERATOR=cpu OMP_NUM_THR
                                              the same run with data parallelism and Megatron's own attention
   $TRAIN --resume --train-iters 240          continue from the newest complete checkpoint
 
-This is a small example. Megatron-LM's own training with tree attention: bash launch/megatron_lm.sh --help
+This is a small example. Megatron-LM's own training with tree attention: docs/megatron-lm.md.
 """
 NUMBERS = {  # options that are plain numbers, with their defaults
     "model": dict(seq_length=512),
@@ -168,7 +168,7 @@ def _files(args: argparse.Namespace) -> Iterator[str]:
     if args.data_path is not None and not Path(args.data_path).is_dir():
         yield (
             f"data_path={args.data_path!r} is not a folder of text files: name one, or for indexed datasets run "
-            "Megatron-LM's pretrain_gpt.py (bash launch/megatron_lm.sh)"
+            "Megatron-LM's pretrain_gpt.py (docs/megatron-lm.md)"
         )
     elif args.data_path is not None and not text_files(args.data_path):
         yield f"--data-path {args.data_path!r} holds no files: name a folder of text files"

@@ -22,13 +22,13 @@ Serve a language model over HTTP with OpenAI's API, the KV cache of every reques
 EXAMPLES = """\
 examples:
   the default model on 2 ranks, for programs on this machine
-    bash launch/deepspeed_local.sh -n 2 serve
+    torchrun --nproc-per-node 2 -m megatron_tree serve
     curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\
         -d '{"model": "smollm2", "prompt": "Once upon a time", "max_tokens": 16}'
   a model in a local folder on 8 GPUs, for other machines, with a key
     deepspeed --num_gpus 8 --no_local_rank --module megatron_tree serve --model /models/llama --host 0.0.0.0 \\
         --api-key-file key.txt --max-rows 16 --max-model-len 131072
-  the same without a launcher; the ranks are started again when one is lost
+  the same without a launcher; lost ranks are started again
     megatron-tree serve --ranks 8 --restarts 3 --model /models/llama --host 0.0.0.0 --api-key-file key.txt
 """
 
@@ -59,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     load.add_argument("--cache-tokens", type=int, metavar="N", help="tokens that the cache may hold on all ranks "
         "together (default: it grows, up to --max-rows times --max-model-len)")  # fmt: skip
     load.add_argument("--cache-bytes", type=int, default=1 << 30, metavar="N", help="pages stay in the cache when "
-        "requests have ended, for prompts that begin alike, while it takes at most N bytes on a rank; 0: none stays "
+        "requests have ended, for prompts with the same prefix, while it takes at most N bytes on a rank; 0: none "
         "(default: 2**30)")  # fmt: skip
     load.add_argument("--max-waiting", type=int, default=1024, metavar="N", help="prompts that may wait for a row; "
         "more get a 429 (default: 1024)")  # fmt: skip

@@ -152,7 +152,7 @@ def shard_batch(
             pixel_values, image_grid_thw and what else the model takes for its images (docs/huggingface.md).
             mm_token_type_ids, token_type_ids [b, s]: 1 for tokens of images; with token_type_ids (Gemma 3) the tokens
             of an image see each other.
-            prefix_tree, alone: a `PrefixTree` of rows that begin alike, with its labels and their weights.
+            prefix_tree, alone: a `PrefixTree` of rows that share prefixes, with its labels and their weights.
         cp_group: the ranks that share the sequence, a process group or a 1-D DeviceMesh; None for one rank.
         loss_group: all ranks whose gradients are averaged, likewise; default cp_group.
         tree_config: of the attention.
