@@ -100,6 +100,12 @@ def new_parser(prog: str, description: str, epilog: str, *, config: bool = True)
     return parser
 
 
+def as_typed(name: str, value: object) -> str:
+    """An option of a parsed command line as it was typed: `--seq-length 100`."""
+    option = f"--{name.replace('_', '-')}"
+    return option if value is True else f"{option} {value!r}"
+
+
 def parse_with_config(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
     """Options of the command line over those of the YAML file in `--config` over the defaults.
 
@@ -117,7 +123,7 @@ def _read_config(path: str, parser: argparse.ArgumentParser) -> dict[str, object
         raise ValueError(f"--config={path!r} does not exist: name a YAML file")
     options = read_yaml(path)
     if not isinstance(options, dict | None):
-        raise ValueError(f"config={path!r} must contain options, one `name: value` per line")
+        raise ValueError(f"--config={path!r} must contain options, one `name: value` per line")
     words, complain = [], parser.error
     for name, value in (options or {}).items():
         what = f"{path}: {name}={reprlib.repr(value)}"

@@ -15,7 +15,7 @@ import torch
 from megatron_tree.core import kernels
 from megatron_tree.tools.bench import command as bench
 from megatron_tree.tools.bench import kernels as bench_kernels
-from megatron_tree.tools.bench import tasks
+from megatron_tree.tools.bench import options, rivals, step, tasks, train
 from megatron_tree.tools.bench.results import Curve, Panel, Results
 from megatron_tree.tools.bench.tasks import NotHere, Task, run_tasks
 from megatron_tree.tools.calibrate import kernel_cases
@@ -23,6 +23,16 @@ from megatron_tree.tools.calibrate.kernel_cases import KernelCase, KernelTiming,
 
 REPO = Path(__file__).resolve().parents[2]
 OPTIONS = ["kernels", "--device", "cpu", "--dtype", "fp32", "--only", "beside", "decode"]
+
+
+def test_options_name_what_the_benchmarks_have():
+    """The command line is read before torch is imported, and so has lists of its own."""
+    assert (*train.PINS, *rivals.TRAIN, *rivals.JVP) == options.TRAIN
+    assert (*step.OURS, *step.RIVALS) == options.STEP
+    assert tuple(kernel_cases.DTYPES) == options.DTYPES
+    parser = options.build_parser()
+    for wrapper in step.WRAPPERS:
+        assert parser.parse_args(["step", "--ranks", "2", "--wrapper", wrapper]).wrapper == wrapper
 
 
 class InThisProcess:
@@ -231,5 +241,5 @@ def test_the_whole_order_without_a_gpu_and_without_other_packages(tmp_path):
         *("smoke", "beside", "race", "decode", "ranks", "offsets")
     }
     assert [case["stage"] for case in told["cases"] if case["status"] != "done"] == ["graph"]
-    assert list(dict.fromkeys(case["stage"] for case in told["cases"])) == list(bench_kernels.STAGES)
+    assert list(dict.fromkeys(case["stage"] for case in told["cases"])) == list(options.STAGES)
     assert {row["kind"] for row in told["rows"]} >= {"smoke", "fwd", "bwd", "race", "decode", "ranks", "offsets"}

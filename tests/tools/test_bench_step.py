@@ -28,9 +28,9 @@ def without_deepspeed(monkeypatch):
 @pytest.mark.usefixtures("without_deepspeed")
 def test_step(tmp_path, capfd):
     status, _ = step(tmp_path, "--seq-len", 64, "--schedules", "auto", "torch_gather", "--profile")
-    assert status == 1 and "--profile needs one contender" in capfd.readouterr().err
+    assert status == 2 and "--profile needs one contender" in capfd.readouterr().err
     status, _ = step(tmp_path, "--seq-len", 64, "--schedules", "deepspeed")
-    assert status == 1 and "No module named 'deepspeed_that_is_not_here'" in capfd.readouterr().err
+    assert status == 2 and "No module named 'deepspeed_that_is_not_here'" in capfd.readouterr().err
     status, rows = step(tmp_path, "--seq-len", 64, "--schedules", "auto", "torch_gather")
     said = capfd.readouterr()
     assert status == 0, said.err

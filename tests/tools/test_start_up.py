@@ -7,6 +7,7 @@ import pytest
 
 from megatron_tree import __version__
 from megatron_tree.__main__ import COMMANDS
+from megatron_tree.tools.bench import options
 
 SLOW = {"torch", "transformers", "deepspeed", "megatron"}
 SCRIPT = f"""
@@ -20,7 +21,8 @@ print(*{SLOW} & sys.modules.keys(), file=sys.stderr)
 sys.exit(status)
 """
 PLAN = "plan --topology ethernet --nodes 2 --ranks-per-node 2 --seq-len 4k --documents 3x1k --pass forward"
-WORDS = ["--help", "--version", *(f"{name} --help" for name in COMMANDS), PLAN]
+BENCH = [f"bench {name} --help" for name in options.COMMANDS]
+WORDS = ["--help", "--version", *(f"{name} --help" for name in COMMANDS), *BENCH, PLAN]
 
 
 @pytest.mark.parametrize("words", WORDS)

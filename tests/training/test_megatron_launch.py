@@ -56,8 +56,8 @@ def processes_with(argument):
     ("options", "code", "said"),
     [
         ("--assert-below-unigram 9", 1, "is not 9.0 below the unigram model's"),
-        ("--seq-length 100000", 1, "tokens of text don't fill one sample of seq_length=100000"),
-        ("--context-parallel-size 2 --seq-length 62", 2, "seq_length=62 must be a multiple of"),
+        ("--seq-length 100000", 1, "tokens of text don't fill one sample of --seq-length 100000"),
+        ("--context-parallel-size 2 --seq-length 62", 2, "--seq-length 62 must be a multiple of"),
     ],
 )
 def test_failures_end_the_run(run, tmp_path, options, code, said):

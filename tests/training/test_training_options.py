@@ -41,18 +41,18 @@ def test_absent_file_is_named():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--context-parallel-size 4 --seq-length 100", r"seq_length=100 must be a multiple of 8 \(2 \* context"),
+        ("--context-parallel-size 4 --seq-length 100", r"--seq-length 100 must be a multiple of 8 \(2 \* --context"),
         ("--context-parallel-size 3 --seq-length 96", "4 ranks were started"),
-        ("--tensor-model-parallel-size 4 --num-query-groups 2", "num_query_groups=2 must be a multiple of 4 .tensor"),
-        ("--num-query-groups 3", r"num_attention_heads=8 must be a multiple of 3 \(num_query_groups"),
-        ("--global-batch-size 6", r"global_batch_size=6 must be a multiple of 16 \(micro_batch_size \* data-parallel"),
+        ("--tensor-model-parallel-size 4 --num-query-groups 2", "--num-query-groups 2 must be a multiple of 4 .--te"),
+        ("--num-query-groups 3", r"--num-attention-heads 8 must be a multiple of 3 \(--num-query-groups"),
+        ("--global-batch-size 6", r"--global-batch-size 6 must be a multiple of 16 \(--micro-batch-size \* data"),
         ("--sequence-parallel", "Megatron-core: Cannot use sequence parallelism without tensor parallelism"),
-        ("--lr-warmup-iters 200", "lr_warmup_iters=200 must be less than lr_decay_iters=200"),
-        ("--clip-grad -1", "clip_grad=-1.0 must not be negative"),
-        ("--save-interval 5", "save_interval=5 has no effect without --save"),
-        ("--resume", "resume=True has no effect without --save"),
-        ("--load x", "load='x' has no model.yaml: name a folder that --save or megatron-tree convert wrote"),
-        ("--data-path absent", "data_path='absent' is not a folder of text files: name one, or .* run Megatron-LM's"),
+        ("--lr-warmup-iters 200", "--lr-warmup-iters 200 must be less than --lr-decay-iters 200"),
+        ("--clip-grad -1", "--clip-grad -1.0 must not be negative"),
+        ("--save-interval 5", "--save-interval 5 has no effect without --save"),
+        ("--resume", "--resume has no effect without --save"),
+        ("--load x", "--load 'x' has no model.yaml: name a folder that --save or megatron-tree convert wrote"),
+        ("--data-path absent", "--data-path 'absent' is not a folder of text files: name one, or .* run Megatron-LM's"),
     ],
 )
 def test_options_are_checked_before_any_communication(options, message):
@@ -72,7 +72,7 @@ def test_the_model_is_that_of_the_checkpoint(tmp_path):
     for options in (f"--load {start}", f"--resume --save {start}", f"--resume --save {new} --load {start}"):
         args = parse_arguments([*options.split(), "--num-layers", "3"])
         assert (args.num_layers, args.num_query_groups) == (3, 2)
-        with pytest.raises(ValueError, match="num_layers=2, but the model to load has 3: leave it out"):
+        with pytest.raises(ValueError, match="--num-layers 2, but the model to load has 3: leave it out"):
             parse_arguments([*options.split(), "--num-layers", "2"])
     assert parse_arguments(["--resume", "--save", str(new)]).num_layers == 4
     text = (start / MODEL_FILE).read_text()

@@ -53,7 +53,7 @@ def test_too_little_text_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="no file with text in"):
         load_text(tmp_path, seq_length=4, seed=0)
     write_documents(tmp_path, {"b.py": b"abc"})
-    with pytest.raises(ValueError, match="4 tokens of text don't fill one sample of seq_length=4"):
+    with pytest.raises(ValueError, match="4 tokens of text don't fill one sample of --seq-length 4"):
         load_text(tmp_path, seq_length=4, seed=0)
 
 

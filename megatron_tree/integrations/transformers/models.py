@@ -47,7 +47,7 @@ def model_folder(name: str) -> Path:
     if name == "smollm2":
         return smollm2_folder()
     if not (Path(name) / "config.json").is_file():
-        raise ValueError(f"model={name!r} is neither 'smollm2' nor a folder with a config.json")
+        raise ValueError(f"model {name!r} is neither 'smollm2' nor a folder with a config.json")
     return Path(name)
 
 

@@ -10,7 +10,7 @@ import itertools
 import math
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
@@ -19,7 +19,6 @@ import torch
 from ...core import comm
 from ...core.plan import Topology, save_topology
 from ...core.spec import AttnSpec
-from ...core.units import parse_bits_per_second, parse_count, parse_nodes_by_ranks, parse_seconds
 from ..calibrate.cluster import calibrate
 from ..calibrate.kernel_cases import DTYPES, WrongResult
 from ..emulate import Cluster
@@ -126,45 +125,6 @@ class Settings(NamedTuple):
     def speed(self) -> Speed:
         """The modelled accelerator's speed, divided by `dilate`."""
         return Speed(*(x / self.dilate for x in ACCELERATOR))
-
-
-def add_arguments(parser, command: str, contenders: Iterable[str], *, modelled: bool = True) -> None:
-    """Options shared by `bench decode`, `train` and `step`. modelled: whether compute can be."""
-    decode, add = command == "decode", parser.add_argument
-    add_machines(parser)
-    add("--seq-len", type=parse_count, nargs="+", default=[131072 if decode else 4096], help="of the whole sequence; "
-        "one or several")  # fmt: skip
-    add("--heads", type=parse_count, default=16)
-    add("--kv-heads", type=_numbers, default="8" if decode else "16,4,2", help="one or several")
-    add("--head-dim", type=parse_count, default=128)
-    add("--dtype", choices=DTYPES, default="bf16")
-    add("--schedules", nargs="+", choices=tuple(contenders), help="(default: all that can run here)")
-    if modelled:
-        add("--compute", choices=("real", "modelled"), help="modelled: timed steps sleep as long as an accelerator "
-            "would compute and reuse the checked step's results (default with more ranks than cores); real: run the "
-            "kernels")  # fmt: skip
-        add("--dilate", type=float, default=1.0, help="run with all times this much longer, and report them divided "
-            "by it")  # fmt: skip
-    else:
-        parser.set_defaults(compute="real", dilate=1.0)
-    add("--steps", type=parse_count, default=20, help="timed steps of each schedule; at least 3, whatever the budget")
-    add("--budget", type=float, default=10.0, help="seconds for the timed steps of a schedule")
-    add("--out", type=pathlib.Path, default=pathlib.Path(f"bench-results/{command}"))
-
-
-def add_machines(parser) -> None:
-    """Options for where ranks run; `machines_of` reads them."""
-    add = parser.add_argument_group("ranks").add_mutually_exclusive_group(required=True).add_argument
-    add("--ranks", type=parse_count, metavar="N", help="N processes of this machine, over loopback")
-    add("--emulate", type=parse_nodes_by_ranks, nargs="+", metavar="NxM", help="N nodes with M ranks each (Linux, "
-        "root); one or several")  # fmt: skip
-    add = parser.add_argument
-    add("--latency", type=parse_seconds, default="1ms", help="between emulated nodes (default: %(default)s)")
-    add("--rate", type=parse_bits_per_second, default="1gbit", help="per node's port (default: %(default)s)")
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(parse_count(part) for part in text.split(","))
 
 
 def settings_of(args: argparse.Namespace) -> Settings:

@@ -17,22 +17,11 @@ from ...core.plan import Topology, place, plan_decode
 from ..calibrate.kernel_cases import relative_error
 from . import cases
 from .cases import Bench, Case, Settings
+from .options import DECODE as OURS
 from .timing import Laps, time_together
 
-OURS = ("ring", "allreduce", "allgather", "butterfly", "scatter", "two_level", "auto")
 ORACLE_TOKENS = 4096  # at a time, in float64
 LSE_ALLOWED = 1e-4
-EXAMPLES = """\
-examples:
-  megatron-tree bench decode --ranks 4 --seq-len 16k
-  megatron-tree bench decode --emulate 4x4 --latency 1ms --rate 1gbit --seq-len 128k
-  megatron-tree bench decode --emulate 2x2 2x4 4x4 --seq-len 16k 64k       over ranks and lengths
-  megatron-tree bench decode --emulate 4x4 --dilate 10                     slow motion: many ranks on few cores
-"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    cases.add_arguments(parser, "decode", OURS)
 
 
 def run(args: argparse.Namespace) -> None:

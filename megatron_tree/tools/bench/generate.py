@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import pathlib
 import time
 from typing import NamedTuple
 
 import torch
 
 from ...core import comm
-from ...core.config import DECODE_SCHEDULES, TreeConfig
-from ...core.units import parse_count
+from ...core.config import TreeConfig
 from ...integrations.transformers import models
 from ...integrations.transformers.attention import TreeCache
 from ...integrations.transformers.infer.generation import generate
 from ...integrations.transformers.infer.runner import Runner
 from ..calibrate.kernel_cases import WrongResult
 from ..emulate import network_bytes
-from .cases import LIMIT_S, Machines, Settings, add_machines, machines_of, run_cases
+from .cases import LIMIT_S, Machines, Settings, machines_of, run_cases
 from .model import (
     TokenClock,
-    add_model,
     cache_shape,
     check_model,
     load_model,
@@ -38,14 +35,7 @@ from .model import (
 from .results import Measurement, measurements
 from .timing import Meeting, PeakMemory, RankTimes, join
 
-SCHEDULES = ("auto", "ring", "allreduce")
 ALLOWED = 1e-3  # difference of a logit from the plain model's, as a fraction of the largest logit
-EXAMPLES = """\
-examples:
-  megatron-tree bench generate --ranks 2 --prompt-tokens 2k --new-tokens 8
-  megatron-tree bench generate --emulate 4x1 --prompt-tokens 16k 64k --cache made-up   docs/benchmarks.md
-  megatron-tree bench generate --ranks 2 --model smollm2 --prompt-tokens 4k
-"""
 
 
 class GenerateCase(NamedTuple):
@@ -64,20 +54,6 @@ class GenerateCase(NamedTuple):
     def load(self):
         """The model on this rank."""
         return load_model(self.args, self.seq_len + self.args.new_tokens)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_machines(parser)
-    add_model(parser)
-    add = parser.add_argument
-    add("--prompt-tokens", type=parse_count, nargs="+", default=[16384], metavar="N", help="one or several, such as "
-        "16k 64k (default: 16k)")  # fmt: skip
-    add("--new-tokens", type=parse_count, default=16, metavar="N", help="(default: %(default)s; at least 2)")
-    add("--cache", choices=("prefilled", "made-up"), default="prefilled", help="made-up: random keys and values "
-        "instead of a prefill, the same for all; there is no time to the first token then")  # fmt: skip
-    add("--prefill-chunk", type=parse_count, default=2048, metavar="N", help="tokens run at once")
-    add("--schedules", nargs="+", choices=DECODE_SCHEDULES, default=SCHEDULES, help="(default: auto ring allreduce)")
-    add("--out", type=pathlib.Path, default=pathlib.Path("bench-results/generate"))
 
 
 def run(args: argparse.Namespace) -> None:

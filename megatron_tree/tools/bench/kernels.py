@@ -10,7 +10,6 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
-import pathlib
 import platform
 import shlex
 import time
@@ -25,22 +24,6 @@ from .low_precision import DECODING, TRAINING, check_decoding, check_training
 from .results import Curve, Panel, Results, grouped
 from .tasks import DONE, FAILED, NotHere, Outcome, Task, run_tasks
 
-EXAMPLES = """\
-examples:
-  megatron-tree bench kernels --out docs/gpu-results/today --budget 540
-  megatron-tree bench kernels --only smoke decode --dtype fp16
-  megatron-tree bench kernels --device cpu
-  TRITON_INTERPRET=1 megatron-tree bench kernels --device cpu --dtype fp16      a rehearsal
-"""
-STAGES = {
-    "smoke": "every kernel against dense attention in the same dtype",
-    "beside": "forward and backward: our backends and torch's kernels",
-    "race": "other tile sizes at head_dim 128 (GPU)",
-    "decode": "caches in tensors, in pages, in 8 bits, and latents",
-    "ranks": "two ranks that share the device, over gloo",
-    "graph": "steps of the cache's runner in a CUDA graph (GPU)",
-    "offsets": "tensors of more than 2^31 elements",
-}
 CASES = {  # (training, decoding)
     "cuda": (
         [
@@ -72,21 +55,10 @@ COMPILE_S = 100.0  # at most, before the first case
 RESERVE_S = 5.0  # of the budget, for the last files
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    gpu = torch.cuda.is_available()
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if gpu else "cpu")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    what = "; ".join(f"{name}: {text}" for name, text in STAGES.items())
-    parser.add_argument(
-        "--only", choices=STAGES, nargs="+", default=list(STAGES), help=f"stages, in this order: {what}"
-    )
-    parser.add_argument("--budget", type=float, default=3600.0, metavar="SECONDS", help="the whole run's, kept")
-    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("bench-results/kernels"))
-
-
 def run(args: argparse.Namespace) -> None:
     """Check, time and print, and write CSV, JSON and PNG into args.out. Raises `WrongResult` if any case failed."""
     end = time.monotonic() + args.budget - RESERVE_S
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU here; use --device cpu, or run it on a machine with one")
     device, dtype, gpu = torch.device(args.device), DTYPES[args.dtype], args.device == "cuda"

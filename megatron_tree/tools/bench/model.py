@@ -11,24 +11,14 @@ from transformers.generation.streamers import BaseStreamer
 
 from transformers import DynamicCache
 
-from ...core.units import parse_count
 from ...integrations.transformers import models
 from ...integrations.transformers.architectures import num_heads_kv
 from ...integrations.transformers.attention import TreeCache
 from ...integrations.transformers.families.rope import num_positions
 from ...integrations.transformers.families.table import families_of
+from .options import SIZES
 
-SIZES = {"layers": 4, "hidden_size": 512, "heads": 16, "kv_heads": 4, "head_dim": 128}
 CHUNK = 2048  # tokens of a made-up cache that are drawn at once
-
-
-def add_model(parser) -> None:
-    """Its options."""
-    parser.add_argument("--model", default="tiny", help="tiny: a Llama with random weights (the default); smollm2; or "
-        "a folder with a Transformers model")  # fmt: skip
-    for name, value in SIZES.items():
-        option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=parse_count, default=value, help="of tiny (default: %(default)s)")
 
 
 def check_model(args, positions: int) -> None:

@@ -7,7 +7,6 @@ between turns, as a server's does. Speeds are shown only if all answers are the 
 from __future__ import annotations
 
 import argparse
-import pathlib
 import statistics
 import time
 from collections.abc import Callable
@@ -17,24 +16,17 @@ import torch
 from torch import Tensor
 
 from ...core import comm
-from ...core.units import parse_count
 from ...inference.generation.requests import Request
 from ...inference.generation.sampling import SamplingParams
 from ...inference.generation.scheduler import Scheduler
 from ...integrations.transformers.attention import TreeCache
 from ...integrations.transformers.infer.runner import Runner
 from ..calibrate.kernel_cases import WrongResult
-from .model import add_model, check_model, load_model
+from .model import check_model, load_model
 from .results import Curve, Panel, Results, metadata
 from .timing import LocalRanks, Meeting, join
 
 LIMIT_S = 3600.0
-EXAMPLES = """\
-examples:
-  megatron-tree bench serve                                   50 requests of 32 tokens, on one rank
-  megatron-tree bench serve --ranks 2
-  megatron-tree bench serve --model smollm2 --requests 16
-"""
 
 
 class Turn(NamedTuple):
@@ -56,18 +48,6 @@ class ServeTime(NamedTuple):
     s: float
     tokens_per_cpu_s: float
     tokens_per_s: float
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
-    add = parser.add_argument
-    add("--requests", type=parse_count, default=50, help="(default: %(default)s)")
-    add("--prompt-tokens", type=parse_count, nargs=2, default=[16, 100], metavar=("LEAST", "MOST"), help="lengths are "
-        "drawn between these (default: 16 100)")  # fmt: skip
-    add("--new-tokens", type=parse_count, default=32, help="of each answer (default: %(default)s)")
-    add("--ranks", type=parse_count, default=1, help="processes of this machine for our scheduler (default: 1)")
-    add("--turns", type=parse_count, default=5, help="timed, after one that is not (default: %(default)s)")
-    add("--out", type=pathlib.Path, default=pathlib.Path("bench-results/serve"))
 
 
 def run(args: argparse.Namespace) -> None:

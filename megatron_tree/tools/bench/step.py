@@ -32,7 +32,6 @@ from ...core.comm.group import GroupState
 from ...core.config import TreeConfig
 from ...core.files import whole_file
 from ...core.layout import shard_positions
-from ...core.units import parse_count
 from ...integrations.transformers import models
 from ...integrations.transformers.train.sequence_parallel import register_sequence_parallel
 from ..calibrate.kernel_cases import DTYPES, WrongResult
@@ -46,14 +45,6 @@ ALLOWED = {torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest relative error of the first step's loss and gradients."""
 VOCAB, LR, IGNORED = 256, 1e-4, -100
 LATER = 50.0  # of later steps' losses and gradient norms, by this factor: AdamW divides small gradients by themselves
-EXAMPLES = """\
-examples:
-  megatron-tree bench step --ranks 2 --seq-len 1k
-  megatron-tree bench step --emulate 4x1 --seq-len 2k 8k --kv-heads 8,2
-  megatron-tree bench step --emulate 4x1 --seq-len 4k --heads 14 --kv-heads 14,2      DeepSpeed's heads are padded to 16
-  megatron-tree bench step --emulate 4x1 --seq-len 4k --wrapper fsdp2
-  megatron-tree bench step --emulate 4x1 --seq-len 2k --kv-heads 8 --schedules auto --profile
-"""
 OURS = {
     "auto": lambda world: {},
     "ulysses": lambda world: dict(ulysses_size=world),
@@ -62,17 +53,6 @@ OURS = {
 }
 ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp"
 RIVALS = ("deepspeed", *TRAIN)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    cases.add_arguments(parser, "step", (*OURS, *RIVALS), modelled=False)
-    add = parser.add_argument
-    add("--layers", type=parse_count, default=2)
-    add("--wrapper", choices=WRAPPERS, default="average", help="average: one all-reduce of all gradients (default); "
-        "fsdp2: torch's fully_shard of every layer")  # fmt: skip
-    add("--profile", action="store_true", help="of one contender: write what rank 0 does in five steps into "
-        "profile.txt (calls and CPU time)")  # fmt: skip
-    parser.set_defaults(heads=8, kv_heads="8,2", head_dim=64, dtype="fp32", seq_len=[2048])
 
 
 def run(args: argparse.Namespace) -> None:

@@ -40,19 +40,6 @@ PINS: dict[str, Callable[[Machines], dict]] = {
 """Our schedules, by name: options of `TreeConfig` and of the planner on these machines."""
 DERIVATIVES = 3.0  # their errors may be larger by this factor: dout.v - delta and r - mu out cancel
 ORACLE_STRIP = 256  # queries at a time, in float64
-EXAMPLES = """\
-examples:
-  megatron-tree bench train --ranks 4 --seq-len 2k
-  megatron-tree bench train --emulate 4x4 --kv-heads 16,4,2 --dilate 10
-  megatron-tree bench train --emulate 2x4 4x4 --seq-len 2k 4k --dilate 10       over ranks and lengths
-  megatron-tree bench train --pass jvp --ranks 4 --seq-len 2k --heads 8 --kv-heads 8,2 --head-dim 64 --dtype fp32
-"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    cases.add_arguments(parser, "train", (*PINS, *TRAIN, *JVP))
-    parser.add_argument("--pass", dest="passes", choices=("training", "jvp"), default="training", help="training: "
-        "forward and backward (default); jvp: a forward with tangents")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> None:

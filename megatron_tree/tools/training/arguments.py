@@ -12,7 +12,7 @@ from typing import Any
 
 from ...core.config import CP_COMM_TYPES
 from ...core.files import read_yaml, whole_file
-from ...launching import new_parser, parse_with_config
+from ...launching import as_typed, new_parser, parse_with_config
 from .data import VOCAB_SIZE, open_tokenizer, text_files, vocab_size
 
 EXAMPLES = """\
@@ -133,41 +133,41 @@ def _numbers(args: argparse.Namespace) -> Iterator[str]:
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             continue
         if not math.isfinite(value):
-            yield f"{name}={value} must be a finite number"
+            yield f"{as_typed(name, value)} must be a finite number"
         if name not in ANY_NUMBER and value < 0:
-            yield f"{name}={value} must not be negative"
+            yield f"{as_typed(name, value)} must not be negative"
         if name not in ANY_NUMBER | MAY_BE_ZERO and value == 0:
-            yield f"{name}={value} must be positive"
+            yield f"{as_typed(name, value)} must be positive"
     if args.lr_warmup_iters >= args.lr_decay_iters:
-        yield f"lr_warmup_iters={args.lr_warmup_iters} must be less than lr_decay_iters={args.lr_decay_iters}"
+        yield f"--lr-warmup-iters {args.lr_warmup_iters} must be less than --lr-decay-iters {args.lr_decay_iters}"
 
 
 def _layout(args: argparse.Namespace, world_size: int) -> Iterator[str]:
     tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
     if world_size % (tp * cp):
         yield (
-            f"{world_size} ranks were started, but tensor_model_parallel_size={tp} * context_parallel_size={cp} "
+            f"{world_size} ranks were started, but --tensor-model-parallel-size {tp} * --context-parallel-size {cp} "
             "does not divide that: change a size or the number of ranks"
         )
         return
     dp_batch = args.micro_batch_size * (world_size // (tp * cp))
     chunks = max(2 * cp if cp > 1 else 1, tp * cp if args.sequence_parallel else 1)
     for name, unit, why in (
-        ("global_batch_size", dp_batch, "micro_batch_size * data-parallel size"),
-        ("seq_length", chunks, "2 * context_parallel_size, and with sequence_parallel of tp * cp"),
-        ("num_attention_heads", args.num_query_groups, "num_query_groups"),
-        ("num_query_groups", tp, "tensor_model_parallel_size"),
-        ("ffn_hidden_size", tp, "tensor_model_parallel_size"),
+        ("global_batch_size", dp_batch, "--micro-batch-size * data-parallel size"),
+        ("seq_length", chunks, "2 * --context-parallel-size, and with --sequence-parallel of tp * cp"),
+        ("num_attention_heads", args.num_query_groups, "--num-query-groups"),
+        ("num_query_groups", tp, "--tensor-model-parallel-size"),
+        ("ffn_hidden_size", tp, "--tensor-model-parallel-size"),
         ("kv_channels", 2, "2: rotary embeddings pair channels"),
     ):
         if (value := getattr(args, name)) % unit:
-            yield f"{name}={value} must be a multiple of {unit} ({why})"
+            yield f"{as_typed(name, value)} must be a multiple of {unit} ({why})"
 
 
 def _files(args: argparse.Namespace) -> Iterator[str]:
     if args.data_path is not None and not Path(args.data_path).is_dir():
         yield (
-            f"data_path={args.data_path!r} is not a folder of text files: name one, or for indexed datasets run "
+            f"--data-path {args.data_path!r} is not a folder of text files: name one, or for indexed datasets run "
             "Megatron-LM's pretrain_gpt.py (docs/megatron-lm.md)"
         )
     elif args.data_path is not None and not text_files(args.data_path):
@@ -177,7 +177,7 @@ def _files(args: argparse.Namespace) -> Iterator[str]:
             yield f"{option} {path!r} can't be created: {fault}; name another folder"
     for name in ("save_interval", "keep_checkpoints", "resume"):
         if getattr(args, name) and not args.save:
-            yield f"{name}={getattr(args, name)} has no effect without --save"
+            yield f"{as_typed(name, getattr(args, name))} has no effect without --save"
     if (tokens := vocab_size(args.tokenizer_model)) > args.vocab_size:
         source = "bytes and end of document" if args.tokenizer_model is None else args.tokenizer_model
         yield f"vocab_size={args.vocab_size} must be at least {tokens}, the tokens of {source}"
@@ -201,7 +201,9 @@ def complete(args: argparse.Namespace) -> argparse.Namespace:
     """
     for name, value in _of_checkpoint(args).items():
         if getattr(args, name, None) not in (None, value):
-            raise ValueError(f"{name}={getattr(args, name)!r}, but the model to load has {value!r}: leave it out")
+            raise ValueError(
+                f"{as_typed(name, getattr(args, name))}, but the model to load has {value!r}: leave it out"
+            )
         setattr(args, name, value)
     _set_missing(args, NEW_MODEL)
     follows = {
@@ -229,7 +231,7 @@ def _of_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(
-            f"load={str(path.parent)!r} has no {path.name}: name a folder that --save or megatron-tree convert wrote"
+            f"--load {str(path.parent)!r} has no {path.name}: name a folder that --save or megatron-tree convert wrote"
         )
     options = read_yaml(path)
     if not isinstance(options, dict) or options.keys() != NEW_MODEL.keys():

@@ -41,6 +41,7 @@ from ...core.comm import Ranks
 from ...core.comm.wire import share_check
 from ...core.files import read_json, whole_file, writing
 from ...integrations.megatron.compat import loading_torch_adam, no_manager_process
+from ...launching import as_typed
 from .arguments import NEW_MODEL, model_options, write_model
 from .model import Trainee
 
@@ -180,8 +181,8 @@ def _compare(saved: dict[str, Any], args: argparse.Namespace, names: Iterable[st
     for name in names:
         if saved.get(name) != (given := getattr(args, name)):
             raise ValueError(
-                f"{name}={given!r}, but {checkpoint} was written with {saved.get(name)!r}: use the same value, or "
-                "start a new run from its weights with --load"
+                f"{as_typed(name, given)}, but {checkpoint} was written with {saved.get(name)!r}: use the same value, "
+                "or start a new run from its weights with --load"
             )
 
 

@@ -31,7 +31,8 @@ class PackedText:
     def __post_init__(self):
         if len(self) < 1:
             raise ValueError(
-                f"{self.tokens.size} tokens of text don't fill one sample of seq_length={self.seq_length} + 1 tokens"
+                f"{self.tokens.size} tokens of text don't fill one sample of --seq-length {self.seq_length} + 1 tokens"
+                ": add text, or shorten it"
             )
         order = functools.lru_cache(1)(lambda epoch: np.random.default_rng([self.seed, epoch]).permutation(len(self)))
         object.__setattr__(self, "_order", order)
