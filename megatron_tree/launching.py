@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from .core.errors import CommError, TreeError
 from .core.files import NotWritten, digest_of, read_yaml
-from .core.log import logger
+from .core.log import logger, say_once
 
 RANK_0_FIRST_S = 15.0  # seconds for which the other ranks let rank 0 print an error and exit
 LAST_WORDS_S = 60.0  # for which a rank that has failed lets the others come and hear of it
@@ -191,7 +191,8 @@ def run_script(
 @contextlib.contextmanager
 def together(args: argparse.Namespace, ranks):
     """The first thing that the ranks of a command do once they have a process group: in this context each rank does by
-    itself what may fail on one of them. What one rank raises all raise; then the ranks compare their options, once.
+    itself what may fail on one of them. What one rank raises all raise; then the ranks compare their options, once, and
+    rank 0 says if its host has too few cores for them.
 
     ranks: all of them, a `comm.Ranks`.
     Raises on every rank: ``ValueError`` for options that differ, and for a ``ValueError`` or an ``OSError`` of another
@@ -215,6 +216,24 @@ def together(args: argparse.Namespace, ranks):
             raise TreeError(f"rank {rank} failed: {kind}{text}") if kind else ValueError(text)
     if len(set(said)) > 1:
         raise ValueError(_difference(share_all(options, ranks)))
+    if ranks.rank == 0 and (text := _crowd()):
+        say_once(text)
+
+
+def _crowd() -> str | None:
+    """What to say, and what to do, if the ranks of this host compute on CPUs and are too many for its cores. The
+    launcher tells how many they are: torchrun, or DeepSpeed's."""
+    import torch
+
+    told = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    cores = own if own > 1 else os.cpu_count() or 1  # a rank that has one core to itself does not see the others'
+    ranks, threads = int(told or 1), torch.get_num_threads()
+    if torch.cuda.is_available() or ranks * threads <= cores:
+        return None
+    if ranks > cores:
+        return f"{ranks} ranks share {cores} cores and wait for one another: start {cores} for the best speed"
+    return f"{ranks} ranks of {threads} threads share {cores} cores: set OMP_NUM_THREADS={cores // ranks}"
 
 
 def _difference(of_ranks: list[dict[str, str]]) -> str:

@@ -44,6 +44,20 @@ def test_pages_are_short():
     assert sum(counts.values()) <= ALL_WORDS
 
 
+def test_what_the_pages_import_is_there():
+    """Each import of this package in a page, but those that need a package which is not installed."""
+    text = "\n".join(page.read_text() for page in PAGES)
+    lines = set(re.findall(r"^(?:from|import) megatron_tree.*$", text, flags=re.MULTILINE))
+    missing = {}
+    for line in sorted(lines):
+        try:
+            exec(line, {})
+        except ImportError as error:
+            if "cannot import name" in str(error) or "No module named 'megatron_tree" in str(error):
+                missing[line] = str(error)
+    assert len(lines) > 15 and not missing
+
+
 def test_the_picture_is_what_its_script_draws():
     script = REPO / "docs" / "images" / "tree.py"
     spec = importlib.util.spec_from_file_location("tree", script)

@@ -3,10 +3,13 @@
 import argparse
 import io
 import logging
+import os
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from megatron_tree.core import log as package_log
 from megatron_tree.core.comm import Ranks
 from megatron_tree.core.log import logger
 from megatron_tree.launching import hold_log, together
@@ -74,3 +77,28 @@ def test_one_process_alone_compares_nothing():
         pass
     with pytest.raises(ValueError, match="alone"), together(argparse.Namespace(lr=1), Ranks.of(None)):
         raise ValueError("alone")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "said"),
+    [
+        (4, 1, "4 ranks share 2 cores and wait for one another: start 2 for the best speed\n"),
+        (2, 2, "2 ranks of 2 threads share 2 cores: set OMP_NUM_THREADS=1\n"),
+        (2, 1, ""),
+        (None, 2, ""),  # a launcher that does not tell
+    ],
+)
+def test_ranks_that_are_too_many_for_the_cores(ranks, threads, said, log, monkeypatch):
+    """Once, with what to do."""
+    monkeypatch.setattr(package_log, "_said", set())
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    if ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    for _ in range(2):
+        with together(argparse.Namespace(), Ranks.of(None)):
+            pass
+    assert log.getvalue() == said
