@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--ranks-per-node", type=parse_count, help="ranks on each host (default: as many as the topology says)")
     add("--tp", type=parse_count, default=1, help="tensor-parallel ranks, which are neighbours and share the heads; "
         "the others share the sequence (default 1)")  # fmt: skip
-    add("--published", action=_Published, nargs=0, help="print what others have measured on GPUs, and its predictions")
+    add("--published", action=_Published, nargs=0, help="print what others measured on GPUs, and predictions")
     add = parser.add_argument_group("the call").add_argument
     add("--seq-len", type=parse_count, default=1 << 17, help="tokens of the whole sequence (default 128k)")
     add("--documents", type=_documents, help="COUNTxTOKENS,...: packed documents instead, dispatched over the ranks")
