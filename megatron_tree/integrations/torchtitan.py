@@ -97,7 +97,10 @@ def with_tree_attention(spec: ModelSpec, *, tree_config: TreeConfig | None = Non
         group, layout = None, "zigzag"
         if parallel_dims.cp_enabled:
             if parallelism.spmd_backend != "partial_dtensor":  # the others gather k and v before inner attention
-                raise ValueError(f"spmd_backend={parallelism.spmd_backend!r}: tree attention needs 'partial_dtensor'")
+                raise ValueError(
+                    f"spmd_backend={parallelism.spmd_backend!r}: tree attention needs 'partial_dtensor', which later "
+                    "releases than 0.3 refuse under context parallelism: pip install torchtitan==0.3.0"
+                )
             balancer = parallelism.context_parallel_load_balancer
             if balancer not in LAYOUTS:
                 raise ValueError(f"context_parallel_load_balancer={balancer!r}: pass 'headtail' or None")

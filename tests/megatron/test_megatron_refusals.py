@@ -1,6 +1,7 @@
 """What TreeDotProductAttention refuses: a ValueError that names the option, the values and the way out."""
 
 import functools
+import types
 
 import pytest
 import torch
@@ -8,7 +9,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_tree import TreeConfig
-from support.core_attention import causal_mask, core_attention, qkv
+from megatron_tree.integrations.megatron import TreeDotProductAttention
+from megatron_tree.integrations.megatron.documents import check_cut
+from megatron_tree.integrations.megatron.recurrent import ShardedMixer
+from support.core_attention import Group, causal_mask, config, core_attention, qkv
 from support_matrix import refused
 
 when_built = functools.partial(refused, when="the model is built")
@@ -54,6 +58,31 @@ def test_unknown_cp_comm_type_says_what_there_is():
 def test_constructor_refuses(kwargs, message):
     with pytest.raises(ValueError, match=message):
         core_attention(**kwargs)
+
+
+def test_sequences_that_newer_releases_cut_otherwise_than_zigzag():
+    """Their fields; a layer of Megatron's own, or one rank, takes any."""
+    groups = types.SimpleNamespace(tp=Group(1), cp=Group(2))
+    built = {
+        "attention_cp_layout": lambda c: TreeDotProductAttention(
+            c, 1, AttnMaskType.causal, "self", pg_collection=groups
+        ),
+        "linear_cp_layout": lambda c: ShardedMixer()._place(c, groups, "tree", None),
+    }
+    for name, layer in built.items():
+        for field in (name, "cp_partition_mode"):
+            model = config(context_parallel_size=2)
+            setattr(model, field, "contiguous")
+            with pytest.raises(ValueError, match=f"{field}='contiguous': .* set {field}='zigzag', or the cp_comm_type"):
+                layer(model)
+            setattr(model, field, "zigzag")
+            layer(model)
+    one = config()
+    one.attention_cp_layout = "contiguous"
+    built["attention_cp_layout"](one)
+    packed = types.SimpleNamespace(cp_partition_mode="contiguous", prefix_tree=object())
+    with pytest.raises(ValueError, match="cp_partition_mode='contiguous'"):
+        check_cut(packed, None)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,8 @@ def cast_plan(
     """One pass of the cast, pipelined over head chunks."""
     u = arrangement.u
     sizes = sizes.split(split) if u > 1 else sizes
-    row_bytes = sizes.kv / u / max(1, mask.keys.rows)  # of a KV row, with the heads of this rank
+    rows = max(1, mask.keys.rows)
+    row_bytes = sizes.kv / u / rows  # of a KV row, with the heads of this rank
     compute = sizes.seconds(placed.topology, backward)
     local_s = compute / (arrangement.grid[0] * arrangement.grid[1])
     sent, probes, most = [0.0] * len(placed.topology.levels), [], 0
@@ -81,16 +82,20 @@ def cast_plan(
     for x, flow in by_position:
         there, home = exchanges(placed, arrangement, sizes, chunks, backward, x, sent, part)
         casts = []
-        for rows in (flow.sent, flow.returned if backward else Counter()):
+        for moved in (flow.sent, flow.returned if backward else Counter()):
             phases = [
-                Phase(i, flow.messages[i], n * row_bytes / chunks, placed.behind(x, i)) for i, n in rows.items() if n
+                Phase(i, flow.messages[i], n * row_bytes / chunks, placed.behind(x, i)) for i, n in moved.items() if n
             ]
             casts.append([_cast_stage(placed, phases)] if phases else [])
-            for i, n in rows.items():
+            for i, n in moved.items():
                 sent[i] += part * n * row_bytes
         probes.append([there, casts[0], casts[1], home])
         most = max(most, flow.received)
-    rest_s = (compute - local_s) / chunks + placed.topology.chunk_s
+    beside = 0.0
+    if not placed.direct:
+        merged = dict(merged=most > 0, merged_keys=most / rows)
+        beside = sizes.beside_products(placed.topology, backward, calls=1 + (most > 0), **merged)
+    rest_s = (compute - local_s + beside) / chunks + placed.topology.chunk_s
     alive = min(chunks, 2) / chunks
     buffers = most * row_bytes * (alive * (2 if backward else 1) + (sizes.widening / chunks if backward else 0))
     packing = packing_seconds(placed, sizes, chunks, backward) if u > 1 else 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 
@@ -14,6 +15,7 @@ from .cast import Mask
 from .choice import fits
 from .planner import plan_decode, plan_training
 from .plans import PassPlan, ReductionPlan, Shape, check_heads, rival_names
+from .published import comparisons, ordered
 from .topology import Topology, known_topologies, load_topology, place
 
 EXAMPLES = """\
@@ -58,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--ranks-per-node", type=parse_count, help="ranks on each host (default: as many as the topology says)")
     add("--tp", type=parse_count, default=1, help="tensor-parallel ranks, which are neighbours and share the heads; "
         "the others share the sequence (default 1)")  # fmt: skip
+    add("--published", action=_Published, nargs=0, help="print what others measured on GPUs, and predictions")
     add = parser.add_argument_group("the call").add_argument
     add("--seq-len", type=parse_count, default=1 << 17, help="tokens of the whole sequence (default 128k)")
     add("--documents", type=_documents, help="COUNTxTOKENS,...: packed documents instead, dispatched over the ranks")
@@ -75,6 +78,24 @@ def _parser() -> argparse.ArgumentParser:
     add("--all", action="store_true", help="print every candidate (default: the chosen one, the fastest, the rivals)")
     add("--json", action="store_true", help="print all candidates as one JSON object instead of tables")
     return parser
+
+
+class _Published(argparse.Action):
+    """Prints all comparisons and ends, as --help does."""
+
+    def __call__(self, parser, *args):
+        compared = comparisons()
+        right, wrong = ordered(compared)
+        for (what, source), group in itertools.groupby(compared, key=lambda c: c[:2]):
+            print(f"\n{what}: {source}", end="")
+            rows = [["", "", "", "measured", "predicted", "ratio"]]
+            for c in group:
+                mark = "!" * any(c in pair for pair in wrong)
+                times = format_seconds(c.measured), format_seconds(c.predicted)
+                rows.append([mark, c.case, c.name, *times, f"{c.ratio:.2f}"])
+            _print_rows(rows)
+        print(f"\n{len(right)} of {len(right) + len(wrong)} orders are as measured (! where one is not)")
+        parser.exit()
 
 
 def _documents(text: str) -> tuple[int, ...]:

@@ -61,7 +61,8 @@ def add_gather(total: Rounds, share: float) -> None:
     if total.placed.direct:
         add_exchange(total, share)
     else:
-        _around(total, share, total.placed.world - 1, hops=lambda level, n: n)
+        cheapest = min(total.placed.hops)  # of the ring's p hops, p - 1 add up
+        _around(total, share, total.placed.world - 1, hops=lambda level, n: n - (level == cheapest))
 
 
 def _around(total: Rounds, share: float, rounds: int, *, hops: Callable[[int, int], int]) -> None:

@@ -10,6 +10,8 @@ from .topology import Topology
 
 STATISTIC = 4  # bytes of lse or delta of one query and head
 DUAL_PRODUCTS = 3  # of x y: itself, and the two terms of its tangent
+ROWS = (1, 10)  # how often a GPU's kernel moves its queries and results: forward, backward; fitted to published.yaml
+MERGE = 6  # how often a merge on a GPU moves the fp32 result of a call; fitted likewise
 
 
 class CallSizes(NamedTuple):
@@ -100,3 +102,16 @@ class CallSizes(NamedTuple):
     def seconds(self, topology: Topology, backward: bool) -> float:
         """Seconds of a rank's attention: two matrix products forward, five backward, or of dual tensors six and 15."""
         return self.flops * (2.5 if backward else 1) / topology.flops
+
+    def beside_products(
+        self, topology: Topology, backward: bool, *, calls: float, merged: float, merged_keys: float
+    ) -> float:
+        """Seconds in which a GPU's attention runs through memory beside its matrix products.
+
+        calls: of kernels, each with the queries of one shard. merged, merged_keys: how many partial results of a
+        shard's queries, and gradients of a shard's keys, are added to others.
+        """
+        queries = self.q if backward else self.out
+        results = merged * queries + merged_keys * self.kv * backward
+        moved = calls * ROWS[backward] * (self.q + self.o) + MERGE * self.widening * results
+        return moved / topology.memory_bandwidth

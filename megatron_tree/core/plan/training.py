@@ -162,7 +162,7 @@ def grid_plan(
     probes, steps = [], 0
     compute = sizes.seconds(placed.topology, backward)
     local_s = compute / (a * b) if local_first else 0.0
-    rest_s = (compute - local_s + _copying(placed, sizes, arrangement.grid, backward)) / chunks
+    rest_s = (compute - local_s + _copying(placed, sizes, arrangement.grid, backward, local_first)) / chunks
     rest_s += placed.topology.chunk_s if placed.world > 1 else 0.0
     for x, keys, queries, part in peers_of(placed, arrangement):
         gathers = [keys.stages(along / chunks, reduce=False), queries.stages(down / chunks, reduce=False)]
@@ -198,13 +198,19 @@ def packing_seconds(placed: PlacedTopology, sizes: CallSizes, chunks: int, backw
     return copied + (placed.topology.chunk_s / 2 if placed.direct else 0.0)
 
 
-def _copying(placed: PlacedTopology, sizes: CallSizes, grid: tuple[int, int], backward: bool) -> float:
+def _copying(
+    placed: PlacedTopology, sizes: CallSizes, grid: tuple[int, int], backward: bool, local_first: bool
+) -> float:
     """Seconds in which a CPU rank reads and writes what it sends, and merges what it reduces. On a GPU the streams of
-    the collectives do this."""
+    the collectives send, so what its kernels and merges read and write."""
+    if not placed.direct:
+        (a, b), twice = grid, local_first and grid[1] > 1  # local queries are in two calls
+        merged = dict(merged=a - 1 + twice, merged_keys=b - 1)
+        return sizes.beside_products(placed.topology, backward, calls=a + twice, **merged)
     (down, up), (along, back) = sizes.in_query_team(backward), sizes.in_key_team(backward)
     teams = ((n, 2 * sent + 3 * n * reduced) for n, sent, reduced in zip(grid, (down, along), (up, back)))
     moved = sum(num_bytes for n, num_bytes in teams if n > 1)
-    return moved / placed.topology.memory_bandwidth if placed.direct else 0.0
+    return moved / placed.topology.memory_bandwidth
 
 
 def seconds_of_pass(
@@ -271,13 +277,15 @@ def ring_plan(
     results = sizes.q + sizes.kv if backward else sizes.out  # the running sum and this step's part
     sharers = arrangement.heads[1]
     step, each = placed.shift(shifted, hops, sharers)
-    local_s = compute / n
-    sending = merging = 0.0  # a step's seconds of compute that a CPU rank loses
-    if placed.direct:
+    local_s, sending = compute / n, 0.0
+    if placed.direct:  # a step's seconds of compute that a CPU rank loses
         sending = placed.posting(len(shifted)) + sum(shifted) * placed.topology.byte_s
         merging = 3 * results / placed.topology.memory_bandwidth
+    else:
+        local_s += sizes.beside_products(placed.topology, backward, calls=1, merged=0, merged_keys=0)
+        merging = sizes.beside_products(placed.topology, backward, calls=0, merged=1, merged_keys=1)
     other_s = local_s + merging + placed.topology.chunk_s  # a step is a chunk, except for that of the local shard
-    time = compute
+    time = local_s
     if n > 1:
         time = max(step, local_s + sending) + (n - 2) * max(step, other_s + sending) + other_s
     sent, steps = [(n - 1) * size for size in each], n - 1

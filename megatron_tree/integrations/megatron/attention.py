@@ -134,6 +134,8 @@ class TreeDotProductAttention(MegatronModule):
 
     def _check_layout(self) -> None:
         config, cp_size = self.config, self.config.context_parallel_size
+        if cp_size > 1:
+            compat.check_layout(config, "attention_cp_layout", "cp_partition_mode")
         ulysses_size = self.tree_config.ulysses_size or 1
         places = cp_size // ulysses_size
         for name in ("grid", "grid_backward"):

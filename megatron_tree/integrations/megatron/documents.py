@@ -78,6 +78,8 @@ def check_cut(packed: Any, cp_group: Any) -> None:
     """Raise a ValueError for a packed batch that is not cut document by document, but of which Megatron thinks so."""
     whole = getattr(packed, "layout", None) is None and compat.cuts_packed_rows_as_a_whole()
     matters = comm.group_size(cp_group) > 1 or getattr(packed, "prefix_tree", None) is not None
+    if matters:
+        compat.check_layout(packed, "cp_partition_mode")
     if (whole or not getattr(packed, "embedded", True)) and matters:
         raise ValueError(
             "this packed batch is not cut document by document (dispatch_batch, or "

@@ -51,6 +51,8 @@ class ShardedMixer:
         _, self.cp_group = compat.layer_groups(config, pg_collection)
         self.tree_config = tree_config if tree_config is not None else default_config()
         if self.has_tree:
+            if self.cp_group is not None:
+                compat.check_layout(config, "linear_cp_layout", "cp_partition_mode")
             return compat.as_on_one_rank(pg_collection)
         if self.cp_group is not None and not compat.exchanges_heads(type(self)):
             raise ValueError(

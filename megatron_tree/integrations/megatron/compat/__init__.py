@@ -8,6 +8,7 @@ release from 0.16 to 0.19. Differences are found by looking at signatures and at
 from ....core.config import CP_COMM_TYPES, TREE_CP_COMM_TYPES
 from .call import (
     batch_on_this_cp_rank,
+    check_layout,
     context_parallel_group,
     cuts_packed_rows_as_a_whole,
     data_groups,

@@ -123,6 +123,18 @@ def refuse_unknown_arguments(where: str, arguments: dict[str, Any]) -> None:
         )
 
 
+def check_layout(holder: Any, *names: str) -> None:
+    """Raise a ValueError if an option of newer releases (a field of the configuration, or of a packed batch) cuts
+    sequences in another way than zigzag, the only one of releases without it."""
+    for name in names:
+        layout = getattr(holder, name, None) or "zigzag"
+        if layout != "zigzag":
+            raise ValueError(
+                f"{name}={layout!r}: layers with a tree take sequences that are cut zigzag: set {name}='zigzag', or "
+                "the cp_comm_type of these layers to one without a tree"
+            )
+
+
 def window_of_layer(config: Any, layer_number: int) -> tuple[int, int]:
     """The sliding window (left, right) of this layer (1-based), or (-1, -1) if it has none.
 
