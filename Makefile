@@ -1,4 +1,4 @@
-.PHONY: help setup quickstart test quick portable slow ptx soak mutants gpu gputests audit lint format
+.PHONY: help setup quickstart test quick portable slow ptx soak mutants reference gpu gputests audit lint format
 
 # `make gpu` takes these from the command line or the environment.
 PYTHON ?= python3
@@ -40,6 +40,11 @@ soak:            ## half an hour of training and generation on an emulated clust
 
 mutants:         ## change merge.py and layout/ in hundreds of places, one at a time; which changes do the tests miss? pip install mutmut
 	OMP_NUM_THREADS=1 python -m mutmut run && python -m mutmut results
+
+reference:       ## HTML of TreeConfig and the public functions from their docstrings, in build/reference; pip install pdoc
+	PYTHONPATH=. python -m pdoc --docformat google --no-show-source -o build/reference megatron_tree \
+		'!megatron_tree\.(core|tools|inference|launching|__main__|integrations)' \
+		megatron_tree.integrations.megatron megatron_tree.integrations.transformers megatron_tree.integrations.deepspeed
 
 gpu:             ## ten minutes on a machine with a GPU: checks and times every kernel; OUT=, PYTHON=, BUDGET=, ARGS=
 	$(PYTHON) launch/gpu.py --out "$(OUT)" --budget $(BUDGET) $(ARGS)

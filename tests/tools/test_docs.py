@@ -1,9 +1,11 @@
 """README and docs/: links lead somewhere, pages are short, the picture is what its script draws, the program runs."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import io
 import re
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -12,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import shard_sequence, tree_attn_func, unshard_sequence
+import megatron_tree
+from megatron_tree import TreeConfig, shard_sequence, tree_attn_func, unshard_sequence
 from support.ranks import as_launched, run_distributed
 
 REPO = Path(__file__).resolve().parents[2]
@@ -56,6 +59,19 @@ def test_what_the_pages_import_is_there():
             if "cannot import name" in str(error) or "No module named 'megatron_tree" in str(error):
                 missing[line] = str(error)
     assert len(lines) > 15 and not missing
+
+
+@pytest.mark.slow
+def test_the_reference_has_the_public_names(tmp_path):
+    """`make reference`; with the fields of TreeConfig."""
+    pytest.importorskip("pdoc", reason="pdoc is needed for the reference alone")
+    rule = re.search(r"^reference:.*\n((?:\t.*\n)+)", (REPO / "Makefile").read_text(), flags=re.MULTILINE)[1]
+    command = rule.replace("build/reference", str(tmp_path)).replace("PYTHONPATH=. python", sys.executable)
+    subprocess.run(["bash", "-c", command], cwd=REPO, check=True, capture_output=True, timeout=200)
+    page = (tmp_path / "megatron_tree.html").read_text()
+    wanted = [*megatron_tree.__all__, *(f"TreeConfig.{field.name}" for field in dataclasses.fields(TreeConfig))]
+    assert not [name for name in wanted if f'id="{name}"' not in page]
+    assert not list((tmp_path / "megatron_tree").glob("core*"))
 
 
 def test_the_picture_is_what_its_script_draws():
