@@ -62,7 +62,8 @@ def tree_recurrence(
         v: [b, s_local, h, d_v], this rank's values; rows of padding may hold anything finite.
         head_dim: d, the rows of a head's state.
         cp_group: the process group over which the sequence is sharded, or a 1-D DeviceMesh; None for one rank.
-        layout: as in `tree_attn_func`, or of packed documents: states begin with zeros in every document.
+        layout: as in `tree_attn_func`, or of packed documents: states begin with zeros in every document; of a prefix
+            tree, too (`dispatch_prefix_tree`): with those where a run of its tokens leaves another.
         decay: where states only decay, how: the kernel is then called once for d_v alone.
         initial_state: [b, h, d, d_v], the sequence's, equal on all ranks; default: zeros. Not with several documents.
         return_final_state: whether to return what the sequence leaves behind. Not with several documents.

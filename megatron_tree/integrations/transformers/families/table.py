@@ -71,7 +71,6 @@ FAMILIES: dict[str, Family] = {
             "mamba_inner_fn": recurrent.leave_unfused,
         },
         not_captured="recurrent layers have states of their own for every run",
-        not_in_trees="layers with a recurrent state, which would have to part where rows do",
     ),
     # their scan of several tokens begins with a state of zeros, whatever the cache has
     "scan from zeros": Family(models=("jamba", "zamba")),
