@@ -116,8 +116,10 @@ class DerivedLayer:
     def segments(self, world):
         """Those of every rank. A scan's sequence may have any length, whose ranks have tokens."""
         n = 2 * world if self.function == "scan" and isinstance(self.layout, str) else self.seq_len
-        parts = self.layout.parts_of_runs if self.tree else lambda r, world: shard_segments(n, r, world, self.layout)
-        return [parts(rank, world) for rank in range(world)]
+        found = [shard_segments(n, r, world, self.layout.by_run if self.tree else self.layout) for r in range(world)]
+        if not self.tree:
+            return found
+        return [[s._replace(pos=self.tree[s.seq].depth + s.pos) for s in of_rank] for of_rank in found]
 
     def documents(self):
         """{number: rows of the whole sequence}, of those with tokens; of a tree's runs."""

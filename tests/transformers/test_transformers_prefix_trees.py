@@ -11,12 +11,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree import prefix_tree
-from support.hf_architectures import HYBRIDS, SERVED, STATE_SPACE, long_lived_model, random_model, tiny_config
-from support.hf_models import CONFIGS, tiny_model
+from support.hf_architectures import (
+    HYBRIDS,
+    INDEXED,
+    SERVED,
+    STATE_SPACE,
+    long_lived_model,
+    random_model,
+    tiny_config,
+)
+from support.hf_models import CONFIGS, mistral_large4, tiny_model
 from support.prefix_trees import grown
 from support.ranks import on_ranks, run_distributed
 from support.rounding import assert_near
-from support_matrix import supported
+from support_matrix import slow_but, supported
 from transformers import AutoModelForCausalLM
 
 WITH = "rows that share prefixes (prefix_tree)"
@@ -167,6 +175,18 @@ def test_recurrent_layers_over_ranks(name, world):
     _check_model(long_lived_model(name), dist.group.WORLD)
 
 
+@pytest.mark.parametrize("name", supported((*INDEXED, "mistral_large4"), WITH, ("deepseek_v32",)))
+def test_layers_with_an_index(name):
+    """A query selects among the tokens before it in its rows."""
+    _check_model(mistral_large4() if name == "mistral_large4" else random_model(name))
+
+
+@pytest.mark.parametrize("name", slow_but(("dots3_note",), INDEXED))
+@on_ranks(3)
+def test_layers_with_an_index_over_ranks(name):
+    _check_model(random_model(name), dist.group.WORLD)
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 @on_ranks(4)
 def test_data_and_sequence_parallel(checkpointing):
@@ -192,7 +212,7 @@ def test_data_and_sequence_parallel(checkpointing):
     ("family", "message"),
     [
         ("llama_dynamic", "a rotary embedding that differs for rows of 3 and 40 tokens"),
-        ("deepseek_v32", "attention to keys that an index selects"),
+        ("qwen4_exp_text", "attention to blocks of keys that an index selects"),
         ("dropout", "attention dropout=0.1, for which ranges have no mask"),
     ],
 )

@@ -194,11 +194,11 @@ class Dispatched(_Documents):
     def runs(self, rank: int, world: int) -> tuple[Run, ...]:
         return self.shares[rank]
 
-    def parts_of_runs(self, rank: int, world: int) -> tuple[Segment, ...]:
-        """The rank's parts of the tree's runs, each run a document, at their positions in the tree's rows."""
+    @cached_property
+    def by_run(self) -> Dispatched:
+        """The same rows on the same ranks, but every run of the tree is a document of its own."""
         lengths = tuple(run.length for run in self.tree)
-        parts = Dispatched(lengths, lengths, self.shares, self.num_rows).segments(rank, world)
-        return tuple(s._replace(pos=self.tree[s.seq].depth + s.pos) for s in parts)
+        return Dispatched(lengths, lengths, self.shares, self.num_rows)
 
 
 @checked

@@ -239,14 +239,10 @@ def _refuse(module: Any, packed: TreePackedSeqParams | None = None) -> None:
 
 
 def _refuse_tree(model: Any) -> None:
-    refused = next((type(module).__name__ for module in model.modules() if compat.is_recurrent(module)), None)
-    reason = "a recurrent state, which would have to part where rows do"
     if getattr(model, "position_embedding_type", None) == "mrope":
-        refused, reason = type(model).__name__, "multimodal positions (position_embedding_type='mrope')"
-    if refused:
         raise ValueError(
-            f"{refused} has {reason}: it takes no prefix_tree. Pack the rows as documents (dispatch_batch with "
-            "cu_seqlens)"
+            f"{type(model).__name__} has multimodal positions (position_embedding_type='mrope'): it takes no "
+            "prefix_tree. Pack the rows as documents (dispatch_batch with cu_seqlens)"
         )
 
 
