@@ -57,6 +57,39 @@ class Chains:
         """The segments of `links`."""
         return self._by_rank(self.links)
 
+    @functools.cached_property
+    def waves(self) -> tuple[tuple[dict[int, int], ...], ...]:
+        """By rank the segments that it can run by itself, since it has all that lie before them. In waves, each after
+        the one before it: {number of a segment: that of the segment before it, -1 for none}."""
+        waves = [
+            [{i: -1 for i in range(len(segments)) if i not in linked}]
+            for segments, linked in zip(self.segments, map(set, self.linked))
+        ]
+        depths = {-1: -1}  # of links, by their number
+        for i, ((rank, index), _, before) in enumerate(self.links):
+            holder, number = (rank, -1) if before < 0 else self.links[before].place
+            if holder == rank and before in depths:
+                depths[i] = depths[before] + 1
+                if depths[i] == len(waves[rank]):
+                    waves[rank].append({})
+                waves[rank][depths[i]][index] = number
+        return tuple(map(tuple, waves))
+
+    @functools.cached_property
+    def rest(self) -> Chains:
+        """What is left once every rank has run its `waves`: chains that begin with the last segments of these."""
+        own = [{number for wave in of_rank for number in wave} for of_rank in self.waves]
+        known = {i for i, ((rank, index), _, _) in enumerate(self.links) if index in own[rank]}
+        needed = {link.before for i, link in enumerate(self.links) if i not in known}
+        if not self.is_packed:
+            needed.add(len(self.links) - 1)  # the sequence's end
+        links, numbers = [], {}
+        for i, link in enumerate(self.links):
+            if i not in known or i in needed:
+                numbers[i] = len(links)
+                links.append(link._replace(before=-1 if i in known else numbers[link.before]))
+        return Chains(self.segments, tuple(links), self.is_packed)
+
     def _by_rank(self, links: Iterable[Link]) -> Numbers:
         numbers: list[list[int]] = [[] for _ in self.segments]
         for link in links:
