@@ -119,6 +119,7 @@ def test_what_takes_no_tree(world):
         refused(
             ["mrope", "takes no prefix_tree"], build_model, positions="mrope", extra=(("mrope_section", [1, 1, 2]),)
         )
+        refused(["mtp_num_layers=1", "takes no prefix_tree"], build_model, extra=(("mtp_num_layers", 1),))
         dropout = (("attention_dropout", 0.1),)
         refused(["attention_dropout=0.1", "takes no prefix_tree"], build_model, extra=dropout)
         with pytest.raises(ValueError, match=r"beside \['tokens'\]"):
