@@ -263,7 +263,7 @@ class _RollByLayout:
         packed = kwargs.get("packed_seq_params")
         if not isinstance(packed, TreePackedSeqParams):
             return self._roll_tensor(tensor, *args, **kwargs)
-        group = compat.group_of_batch(packed, kwargs["cp_group"])
+        group = compat.group_of_batch(packed, kwargs.get("cp_group"))
         rolled = tree_shift(tensor.flatten(0, -2), cp_group=group, layout=packed.layout).view_as(tensor)
         return rolled, rolled.sum()
 
