@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from megatron_tree import (
     Decay,
     dispatch_documents,
+    dispatch_prefix_tree,
     packed_layout,
+    prefix_tree,
     shard_sequence,
     tree_convolution,
     tree_recurrence,
@@ -21,6 +23,8 @@ from megatron_tree import (
 )
 from megatron_tree.core.comm import record
 from megatron_tree.core.layout import Dispatched
+from megatron_tree.core.recurrence.shift import tree_shift
+from support.prefix_trees import in_a_tree
 from support.ranks import on_ranks, run_distributed
 from support.recurrences import decaying, delta_inputs, delta_rule
 
@@ -141,6 +145,19 @@ def test_outputs_states_and_gradients(run, world):
         assert {name: error for name, error in errors.items() if error > EXACT} == {}
 
 
+def test_a_tree_on_one_rank_needs_no_maps():
+    """Kernels begin with the states, in one call for all segments of one depth and length."""
+    tree, shapes = prefix_tree(in_a_tree(prompt=6, answers=8, length=3)), []
+    layout, inputs = dispatch_prefix_tree(tree, None), delta_inputs(1, 5 + 8 * 4, H, D, D_V, seed=0)
+
+    def kernel(inputs, v, state):
+        shapes.append((tuple(v.shape), state is None))
+        return delta_rule(inputs, v, state)
+
+    tree_recurrence(kernel, *inputs, head_dim=D, cp_group=None, layout=layout)
+    assert shapes == [((1, 5, H, D_V), True), ((8, 4, H, D_V), False)]
+
+
 def _rounding(inputs, v, state):
     """The delta rule in float32, with inputs and outputs in their dtype."""
     out, final = delta_rule([x.float() for x in inputs], v.float(), state)
@@ -204,6 +221,21 @@ def test_halos_of_a_convolution(world):
             dist.all_reduce(grads[1])
             errors[name] = max(errors[name], relative(grads[1], wanted[1]), relative(final, x[:, -7:]))
     assert {name: error for name, error in errors.items() if error > EXACT} == {}, errors
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@on_ranks()
+def test_the_row_after_each(world):
+    group = dist.group.WORLD
+    for name in ("zigzag", "contiguous", UNEVEN[world], runs_of_one(world), "dispatched", "packed"):
+        layout, lengths = documents_of(name, world) if name in ("dispatched", "packed") else (name, (T,))
+        x = torch.arange(1, 2 * sum(lengths) + 1).view(2, -1)
+        want = torch.cat([F.pad(part[:, 1:], (0, min(1, part.shape[1]))) for part in x.split(tuple(lengths), 1)], 1)
+        got = tree_shift(shard_sequence(x, group, 1, layout), cp_group=group, layout=layout)
+        assert torch.equal(got, shard_sequence(want, group, 1, layout)), name
+    layout = dispatch_prefix_tree(prefix_tree(in_a_tree(prompt=6, answers=2, length=3)), group)
+    with pytest.raises(ValueError, match="layout is of a prefix tree, in which several rows may come after one"):
+        tree_shift(torch.zeros(1, layout.num_rows), cp_group=group, layout=layout)
 
 
 @on_ranks(2)

@@ -1,6 +1,7 @@
 """Attention to the keys that an index selects, over a sharded sequence: selection, values and gradients are exact."""
 
 import functools
+import random
 import weakref
 from unittest import mock
 
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from megatron_tree import (
     TreeConfig,
     dispatch_documents,
+    dispatch_prefix_tree,
+    prefix_tree,
     shard_positions,
     shard_sequence,
     tree_attn_func,
@@ -26,7 +29,8 @@ from megatron_tree.core.comm import traffic
 from megatron_tree.core.layout import document_positions
 from megatron_tree.core.plan import grids
 from megatron_tree.core.spec import AttnSpec
-from support.attention import configs, make_inputs, make_sinks, run_call, worst_error
+from support.attention import configs, make_inputs, make_sinks, run_call, seen_in, worst_error
+from support.prefix_trees import grown
 from support.ranks import on_ranks
 
 SEQ, TOPK, HEADS, DIM = 48, 7, 3, 5
@@ -40,13 +44,14 @@ def _index(batch, seq_len, *, ties=False):
     return (q.round(), weights.sign(), k.round()) if ties else (q, weights, k)
 
 
-def _chosen(index, sequences, topk=TOPK):
-    """bool [b, s, s]: which keys queries select, from the definition, pair by pair."""
+def _chosen(index, sequences, topk=TOPK, visible=None):
+    """bool [b, s, s]: which keys queries select, from the definition, pair by pair. visible: bool [s, s], default all
+    of the query's sequence before it."""
     q, weights, k = (x.double() for x in index)
     scores = torch.einsum("bqh,bqhk->bqk", weights, torch.einsum("bqhd,bkd->bqhk", q, k).relu())
     chosen = torch.zeros(scores.shape, dtype=torch.bool)
     for b, i in ((b, i) for b in range(len(scores)) for i in range(scores.shape[1])):
-        seen = [j for j in range(i + 1) if sequences[j] == sequences[i] >= 0]
+        seen = [j for j in range(i + 1) if (sequences[j] == sequences[i] >= 0 if visible is None else visible[i, j])]
         best = sorted(seen, key=lambda j: (-float(scores[b, i, j]), j))[:topk]
         chosen[b, i, best] = True
     return chosen
@@ -105,6 +110,25 @@ def test_packed_documents(rank, world):
         return out[None], lse[None]
 
     assert worst_error(rows, run_call(inputs, rows, rows, call, make_sinks(4)), truth) < 1e-13
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@on_ranks()
+def test_prefix_trees(rank, world):
+    """A query selects among the tokens before it in its rows."""
+    trees = [prefix_tree(grown(random.Random(seed), 7)) for seed in range(12)]
+    for tree in [tree for tree in trees if tree.input_ids.shape[1] % world == 0][:3]:  # without rows of padding
+        n, layout = tree.input_ids.shape[1], dispatch_prefix_tree(tree, dist.group.WORLD)
+        inputs, index = make_inputs(n, (4, 2), batch=1), _index(1, n, ties=True)
+        rows = shard_positions(n, rank, world, layout)
+        truth = _oracle(inputs, _chosen(index, None, visible=seen_in(tree.ranges(), n, n)), make_sinks(4))
+        options = dict(cp_group=dist.group.WORLD, layout=layout)
+        options["selected"] = tree_select_func(*(x[:, rows] for x in index), topk=TOPK, **options)
+        call = functools.partial(tree_attn_func, **options, causal=True, return_lse=True)
+        assert worst_error(rows, run_call(inputs, rows, rows, call, make_sinks(4)), truth) < 1e-13
+    blocks = selection.Blocks(2, lambda x, _: x.mean(2))
+    with pytest.raises(ValueError, match="blocks can't be selected in a prefix tree"):
+        tree_select_func(*(x[:, rows] for x in index), topk=2, blocks=blocks, cp_group=dist.group.WORLD, layout=layout)
 
 
 def test_strips_and_blocks_of_scores(monkeypatch):

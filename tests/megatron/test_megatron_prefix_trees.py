@@ -22,6 +22,12 @@ class Rows(Case):
     """Rows that begin alike, of at most 32 tokens, and how many rows of a rank there are multiples of."""
 
     multiple_of: int = 3
+    pattern: str = ""
+    """Of a hybrid model (`build_hybrid`)."""
+
+
+def _model(case):
+    return build_hybrid(case, case.pattern) if case.pattern else build_model(case)
 
 
 def _rows():
@@ -32,7 +38,7 @@ def _rows():
 
 def each_alone(case):
     """(weighted losses [n, 1, s] of the rows, gradients of their sum)."""
-    model, (rows, weights), found = build_model(case), _rows(), []
+    model, (rows, weights), found = _model(case), _rows(), []
     for row, given in zip(rows, weights, strict=True):
         row, given = torch.tensor([row]), torch.tensor([given])
         losses = torch.zeros(1, max(map(len, rows)))
@@ -52,7 +58,7 @@ def as_tree(case):
     group, (rows, weights) = parallel_state.get_context_parallel_group(), _rows()
     tree = prefix_tree(rows, weights=weights)
     batch, packed = tree_mcore.dispatch_batch({"prefix_tree": tree}, multiple_of=case.multiple_of)
-    model = tree_mcore.use_dispatched_documents(build_model(case))
+    model = tree_mcore.use_dispatched_documents(_model(case))
     losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=packed)
     (losses * batch["loss_mask"]).sum().backward()
     assert losses.shape[1] % case.multiple_of == 0
@@ -77,8 +83,24 @@ def test_losses_and_gradients_are_those_of_the_rows(cp):
     check(cp, [case(**kind) for kind in kinds[cp]], run=as_tree, reference=alone, run_reference=each_alone)
 
 
+def _in_torch(run, case):
+    with mixers_in_torch():
+        return run(case)
+
+
+@pytest.mark.parametrize("pattern", ["M*-M", "G*G"])
+@pytest.mark.parametrize("cp", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.supports("rows that share prefixes (prefix_tree)", with_="Mamba, gated delta nets")
+def test_recurrent_layers(cp, pattern):
+    """A branch begins with the state, and the rows of its convolutions, where it leaves another."""
+    case = functools.partial(Rows, cp=cp, tree=True, batch=1, pattern=pattern)
+    cases = [case(), *([case(extra=RECOMPUTED)] if cp == 2 and "G" in pattern else [])]
+    runs = dict(run=functools.partial(_in_torch, as_tree), run_reference=functools.partial(_in_torch, each_alone))
+    check(cp, cases, reference=alone, **runs)
+
+
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.refuses("prefix_tree with recurrent layers or attention dropout", when="the forward")
+@pytest.mark.refuses("prefix_tree with attention dropout", when="the forward")
 @on_ranks()
 def test_what_takes_no_tree(world):
     case = Rows(cp=world, tree=True, batch=1)
@@ -89,12 +111,15 @@ def test_what_takes_no_tree(world):
         with refused_with(*messages):
             model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=packed)
 
-    with megatron(tp=1, pp=1, cp=world), mixers_in_torch():
+    with megatron(tp=1, pp=1, cp=world):
         tree = prefix_tree(_rows()[0])
         batch, packed = tree_mcore.dispatch_batch({"prefix_tree": tree})
         with pytest.raises(ValueError, match="call .*use_dispatched_documents"):  # its positions would be others
             build_model(case)(batch["tokens"], batch["position_ids"], None, packed_seq_params=packed)
-        refused(["MambaMixer has a recurrent state"], functools.partial(build_hybrid, pattern="M*-M"))
+        refused(
+            ["mrope", "takes no prefix_tree"], build_model, positions="mrope", extra=(("mrope_section", [1, 1, 2]),)
+        )
+        refused(["mtp_num_layers=1", "takes no prefix_tree"], build_model, extra=(("mtp_num_layers", 1),))
         dropout = (("attention_dropout", 0.1),)
         refused(["attention_dropout=0.1", "takes no prefix_tree"], build_model, extra=dropout)
         with pytest.raises(ValueError, match=r"beside \['tokens'\]"):

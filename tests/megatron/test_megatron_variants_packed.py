@@ -130,8 +130,8 @@ def _of_data_rank(batch, begins):
 
 
 def _all_losses(losses, rows, total, group):
-    """[1, total] from this rank's losses [1, rows]; row -1 holds none."""
-    found = torch.zeros(1, total)
+    """[n, total] from this rank's losses [n, rows]; row -1 holds none."""
+    found = torch.zeros(len(losses), total)
     found[:, rows[rows >= 0]] = losses.detach()[:, rows >= 0]
     dist.all_reduce(found, group=group)
     return found
@@ -150,8 +150,11 @@ def dispatched(case, build=build_model):
     share, packed = tree.dispatch_batch(*given, over_data=case.over_data, multiple_of=case.padded_for)
     model = tree.use_dispatched_documents(build(case))
     tokens, mask = share["tokens"], share["loss_mask"]
-    losses = model(tokens, share["position_ids"], None, labels=share["labels"], packed_seq_params=packed)
-    (losses * mask).sum().backward()
+    masked = {"loss_mask": mask} if dict(case.extra).get("mtp_num_layers") else {}
+    with mtp_losses() as further:
+        first = model(tokens, share["position_ids"], None, labels=share["labels"], packed_seq_params=packed, **masked)
+    (first * mask).sum().backward()
+    losses = torch.stack((first.detach(), *further))[:, 0]
     rows = shard_positions(group.size() * tokens.shape[1], group.rank(), group.size(), packed.layout)
     return _all_losses(losses, rows, int(begins[-1]), group), gradients_over_cp(model, group)
 
@@ -175,8 +178,10 @@ def inter_document(case, build=build_model):
         finally:
             tree.uninstall()
         tokens, labels = (batch[name][:, rows] for name in ("tokens", "labels"))
-        losses = model(tokens, rows[None], None, labels=labels, packed_seq_params=packed)
-        losses.sum().backward()
+        with mtp_losses() as further:
+            first = model(tokens, rows[None], None, labels=labels, packed_seq_params=packed)
+        first.sum().backward()
+    losses = torch.stack((first.detach(), *further))[:, 0]
     return _all_losses(losses, rows, total, group), gradients_over_cp(model)
 
 
@@ -219,7 +224,7 @@ def test_dispatched_documents(cp):
 @pytest.mark.supports("packed sequences (thd)", with_="cut as a whole (inter-document masking); cp = 2; MLA")
 def test_inter_document_masking():
     case = functools.partial(Packed, cp=2, install=True, local_spec=True, **ONE)
-    kinds = [{}, {"mla": True}, {"extra": WINDOW}]
+    kinds = [{}, {"mla": True}, {"extra": WINDOW}, {"extra": options(mtp_num_layers=2)}]
     check(2, [case(**kind) for kind in kinds], run=inter_document, reference=alone, run_reference=each_alone)
 
 
@@ -231,9 +236,6 @@ def test_a_model_that_was_not_prepared_says_so(world):
         share, packed = tree.dispatch_batch(batch, begins)
         with refused_with("use_dispatched_documents", "rotary embedding"):
             build_model(case)(share["tokens"], share["position_ids"], None, packed_seq_params=packed)
-        model = build_model(dataclasses.replace(case, extra=options(mtp_num_layers=1)))
-        with refused_with("mtp_num_layers=1", "cut one by one"):
-            tree.use_dispatched_documents(model)
         with pytest.raises(ValueError, match=r"batch has entries \['text'\]"):
             tree.dispatch_batch({"text": 1}, begins)
         model = tree.use_dispatched_documents(build_model(dataclasses.replace(case, **MROPE)))
@@ -257,6 +259,15 @@ def test_packed_documents_and_multi_token_prediction():
     """Without padding, and with padding that counts as tokens: Megatron rolls labels at the ends in cu_seqlens_q."""
     cases = [Packed(mla=mla, documents=(16, 32, 8), **MTP) for mla in (False, True)]
     check_packed(2, [*cases, Packed(documents=(13, 27, 5), counts_padding=True, **MTP)])
+
+
+@pytest.mark.parametrize("cp", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.supports("multi-token prediction (mtp_num_layers)", with_="dispatched documents")
+def test_dispatched_documents_and_multi_token_prediction(cp):
+    """Tokens and labels further on may lie on other ranks, and end with their document."""
+    mtp = MTP | {"cp": cp, "padded_for": 3, "documents": (13, 27, 1, 5, 2)}
+    cases = [Packed(**mtp), Packed(**mtp | {"mla": True})]
+    check(cp, cases, run=dispatched, reference=alone, run_reference=each_alone)
 
 
 @on_ranks(2)

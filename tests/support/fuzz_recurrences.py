@@ -5,6 +5,7 @@ The oracle is the same function of the whole sequence on one rank, token by toke
 
 import dataclasses
 import itertools
+import random
 
 import torch
 import torch.distributed as dist
@@ -12,10 +13,11 @@ from hypothesis import strategies as st
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-from megatron_tree import Decay, TreeConfig, tree_convolution, tree_halo, tree_recurrence, tree_scan
-from megatron_tree.core.layout import Dispatched, Packed, shard_segments
+from megatron_tree import Decay, TreeConfig, prefix_tree, tree_convolution, tree_halo, tree_recurrence, tree_scan
+from megatron_tree.core.layout import Dispatched, Packed, shard_segments, spread_tree
 from support.fuzz import TIMEOUT_S, check_close, magnitude, randn, told
 from support.fuzz_layouts import dispatched, documents, on_one_rank, rows_of
+from support.prefix_trees import grown
 from support.recurrences import decaying, delta_rule
 
 BACKWARDS = {"gradient": 1, "double backward": 2, "third backward": 3}
@@ -103,18 +105,37 @@ class DerivedLayer:
 
     @property
     def is_single(self):
-        """Whether there is one sequence, not packed documents."""
-        return not isinstance(self.layout, (Packed, Dispatched)) or len(self.layout.lengths) == 1
+        """Whether there is one sequence, not packed documents or a tree."""
+        return not isinstance(self.layout, (Packed, Dispatched)) or (len(self.layout.lengths) == 1 and not self.tree)
+
+    @property
+    def tree(self):
+        """The runs of a prefix tree, if there is one."""
+        return getattr(self.layout, "tree", ())
 
     def segments(self, world):
         """Those of every rank. A scan's sequence may have any length, whose ranks have tokens."""
         n = 2 * world if self.function == "scan" and isinstance(self.layout, str) else self.seq_len
-        return [shard_segments(n, rank, world, self.layout) for rank in range(world)]
+        found = [shard_segments(n, r, world, self.layout.by_run if self.tree else self.layout) for r in range(world)]
+        if not self.tree:
+            return found
+        return [[s._replace(pos=self.tree[s.seq].depth + s.pos) for s in of_rank] for of_rank in found]
 
     def documents(self):
-        """{number: rows of the whole sequence}, of those with tokens."""
+        """{number: rows of the whole sequence}, of those with tokens; of a tree's runs."""
+        if self.tree:
+            cuts = itertools.pairwise(itertools.accumulate((run.length for run in self.tree), initial=0))
+            return dict(enumerate(itertools.starmap(slice, cuts)))
         found = shard_segments(self.seq_len, 0, 1, on_one_rank(self.layout, self.seq_len))
         return {s.seq: slice(s.row, s.row + s.length) for s in found}
+
+    def paths(self):
+        """{number: rows of the whole sequence}, of documents; of a tree those from its root to the run's end."""
+        paths = {}
+        for number, rows in self.documents().items():
+            before = paths.get(self.tree[number].parent, []) if self.tree else []
+            paths[number] = [*before, *range(rows.start, rows.stop)]
+        return paths
 
     def share(self, name, x, rank, world):
         """This rank's of an input or a result of the whole sequence."""
@@ -128,20 +149,27 @@ class DerivedLayer:
 @st.composite
 def layouts(draw, world):
     """(layout, rows of all ranks)."""
-    kind = draw(st.sampled_from(["zigzag", "contiguous", "uneven", "uneven", "packed", "dispatched", "runs"]))
+    kinds = ["zigzag", "contiguous", "uneven", "uneven", "packed", "dispatched", "runs", "tree", "tree", "cut tree"]
+    kind = draw(st.sampled_from(kinds))
     if kind in ("zigzag", "contiguous"):
         return kind, (2 * world if kind == "zigzag" else world) * draw(st.integers(0, 3))
     if kind == "uneven":
         lengths = tuple(draw(st.lists(st.sampled_from([0, 0, 1, 2, 3, 5, 8]), min_size=world, max_size=world)))
         return lengths, sum(lengths)
-    if kind == "runs":  # one document in any runs, as a prompt lies in a cache
-        total = draw(st.integers(0, 14))
+    if kind in ("tree", "cut tree"):
+        rows = grown(random.Random(draw(st.integers(0, 999))), draw(st.integers(1, 5)), longest=5)
+        tree = prefix_tree(rows, min_shared=draw(st.sampled_from([1, 1, 3]))).runs()
+        layout = spread_tree(tree, world)
+        if kind == "tree":
+            return layout, layout.rows(world) * world
+    if kind in ("runs", "cut tree"):  # one document in any runs, as a prompt lies in a cache
+        total = draw(st.integers(0, 14)) if kind == "runs" else layout.starts[-1]
         cuts = sorted(draw(st.lists(st.integers(0, total), max_size=5)))
         runs = [(a, b - a) for a, b in itertools.pairwise((0, *cuts, total)) if b > a]
         holders = draw(st.lists(st.integers(0, world - 1), min_size=len(runs), max_size=len(runs)))
         shares = tuple(tuple(run for run, holder in zip(runs, holders) if holder == r) for r in range(world))
         rows = max(sum(n for _, n in share) for share in shares) + draw(st.integers(0, 1))
-        return Dispatched((total,), (total,), shares, rows), rows * world
+        return Dispatched((total,), (total,), shares, rows, () if kind == "runs" else tuple(tree)), rows * world
     layout = draw(documents(world) if kind == "packed" else dispatched(world))
     return layout, layout.rows(world) * world
 
@@ -208,7 +236,7 @@ def whole(case, world, given):
         results["states"], results["final"] = _whole_scan(case, world, given)
     else:
         first = given.get("before", v.new_zeros(B, case.count, H, D_V))
-        padded = {number: torch.cat((first, v[:, rows]), 1) for number, rows in case.documents().items()}
+        padded = {number: torch.cat((first, v[:, rows]), 1) for number, rows in case.paths().items()}
     if case.function in ("halo", "convolution", "layer"):
         results["last rows"] = next(iter(padded.values()), first)[:, -case.count :]
     if case.function == "halo":
@@ -221,7 +249,7 @@ def whole(case, world, given):
     if case.function in ("recurrence", "layer"):
         state, parts = given.get("state"), {}
         results["final"] = v.new_zeros(B, H, D, D_V) if state is None else state
-        for i, rows in case.documents().items():
+        for i, rows in case.paths().items():
             inputs = [given[name][:, rows] for name in case.inputs]
             parts[i], results["final"] = RECURRENCES[case.kernel](inputs, v[:, rows], state)
         results["out"] = _joined(case, parts, v)
@@ -230,10 +258,11 @@ def whole(case, world, given):
 
 
 def _joined(case, parts, like):
-    """The rows of documents, and zeros in padding, as rows of the whole sequence."""
+    """The last rows of paths, and zeros in padding, as rows of the whole sequence."""
     out = torch.zeros_like(like)
     for i, rows in case.documents().items():
-        out = torch.cat((out[:, : rows.start], parts[i], out[:, rows.stop :]), 1)
+        own = parts[i][:, len(parts[i][0]) - (rows.stop - rows.start) :]
+        out = torch.cat((out[:, : rows.start], own, out[:, rows.stop :]), 1)
     return out
 
 
@@ -243,9 +272,10 @@ def _whole_scan(case, world, given):
     first = given.get("state", zeros)
     states, lasts = [zeros] * len(segments), {}
     for i in sorted(range(len(segments)), key=lambda i: segments[i].pos):
-        states[i] = lasts.get(segments[i].seq, first)
+        seq = segments[i].seq
+        states[i] = lasts.get(seq, lasts.get(case.tree[seq].parent, first) if case.tree else first)
         after = TRANSITIONS[case.kernel](given["transition"][i], states[i]) + given["update"][i]
-        lasts[segments[i].seq] = after
+        lasts[seq] = after
     return torch.stack(states) if states else zeros.new_zeros(0, *zeros.shape), next(iter(lasts.values()), first)
 
 

@@ -179,6 +179,16 @@ def random_model(name, **changes):
     return model
 
 
+def long_lived_model(name):
+    """A random model whose states live long, so that gradients depend on tokens far before."""
+    model = random_model(name)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("A_log"):
+                parameter.sub_(4.0)
+    return model
+
+
 def assert_logits(got, want, what):
     """Equal but for rounding in fp32."""
     error = float((got - want).abs().max() / want.abs().max())

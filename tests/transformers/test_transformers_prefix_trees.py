@@ -11,16 +11,25 @@ from torch.nn.parallel import DistributedDataParallel
 
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree import prefix_tree
-from support.hf_architectures import SERVED, random_model, tiny_config
-from support.hf_models import CONFIGS, tiny_model
+from support.hf_architectures import (
+    HYBRIDS,
+    INDEXED,
+    SERVED,
+    STATE_SPACE,
+    long_lived_model,
+    random_model,
+    tiny_config,
+)
+from support.hf_models import CONFIGS, mistral_large4, tiny_model
 from support.prefix_trees import grown
 from support.ranks import on_ranks, run_distributed
 from support.rounding import assert_near
-from support_matrix import supported
+from support_matrix import slow_but, supported
 from transformers import AutoModelForCausalLM
 
 WITH = "rows that share prefixes (prefix_tree)"
 FAMILIES = ("llama", "qwen2", "gpt2", "llama4_text")  # windows; learned positions; chunks and temperatures
+FAST_HYBRIDS = ("qwen3_next", "nemotron_h", "lfm2")  # delta rules; Mamba 2; convolutions
 
 
 def _rows(seed, count=6):
@@ -121,9 +130,7 @@ def test_losses_and_gradients_over_ranks(world):
     assert all(run_distributed(_trees, world, FAMILIES[world // 4 :: 2], [world]))
 
 
-@pytest.mark.parametrize("name", supported((name for name in SERVED if name not in FAMILIES), WITH, ()))
-def test_architectures(name):
-    plain = random_model(name).eval()
+def _check_model(plain, group=None):
     model = copy.deepcopy(plain)
     tree_hf.train_on_shards(model)
     rows, weights = _rows(1)
@@ -131,12 +138,53 @@ def test_architectures(name):
     log_probs, counted = _plain(plain, rows, weights)
     expected = -(log_probs * counted).sum() / counted.sum()
     truth = _gradients(plain, expected)
-    loss = model(**tree_hf.shard_batch({"prefix_tree": tree}, cp_group=None)).loss
+    loss = model(**tree_hf.shard_batch({"prefix_tree": tree}, cp_group=group)).loss
     assert_near(loss, expected, length=1000)
     largest = max(grad.abs().max() for grad in truth)
-    for mine, grad in zip(_gradients(model, loss), truth, strict=True):
+    names = [name for name, _ in plain.named_parameters()]
+    for name, mine, grad in zip(names, _averaged(_gradients(model, loss)), truth, strict=True):
         if grad.abs().max() > 1e-5 * largest:  # not biases of keys, whose gradients cancel out
-            assert_near(mine, grad, length=10_000)
+            assert_near(mine, grad, length=10_000, what=name)
+
+
+@pytest.mark.parametrize("name", supported((name for name in SERVED if name not in FAMILIES), WITH, ()))
+def test_architectures(name):
+    _check_model(random_model(name))
+
+
+@pytest.mark.parametrize("name", supported((*HYBRIDS, *STATE_SPACE), WITH, FAST_HYBRIDS))
+def test_recurrent_layers(name):
+    """A branch begins with the state, and the rows of its convolutions, where it leaves another."""
+    _check_model(long_lived_model(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        ("qwen3_next", 2),
+        ("zaya", 4),
+        *(
+            pytest.param(name, world, marks=pytest.mark.slow)
+            for name in ("qwen3_next", "kimi_linear", "nemotron_h", "lfm2", "jamba")
+            for world in (3, 4)
+        ),
+    ],
+)
+@on_ranks()
+def test_recurrent_layers_over_ranks(name, world):
+    _check_model(long_lived_model(name), dist.group.WORLD)
+
+
+@pytest.mark.parametrize("name", supported((*INDEXED, "mistral_large4"), WITH, ("deepseek_v32",)))
+def test_layers_with_an_index(name):
+    """A query selects among the tokens before it in its rows."""
+    _check_model(mistral_large4() if name == "mistral_large4" else random_model(name))
+
+
+@pytest.mark.parametrize("name", slow_but(("dots3_note",), INDEXED))
+@on_ranks(3)
+def test_layers_with_an_index_over_ranks(name):
+    _check_model(random_model(name), dist.group.WORLD)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -163,9 +211,8 @@ def test_data_and_sequence_parallel(checkpointing):
 @pytest.mark.parametrize(
     ("family", "message"),
     [
-        ("falcon_h1", "FalconH1ForCausalLM has layers with a recurrent state"),
         ("llama_dynamic", "a rotary embedding that differs for rows of 3 and 40 tokens"),
-        ("deepseek_v32", "attention to keys that an index selects"),
+        ("qwen4_exp_text", "attention to blocks of keys that an index selects"),
         ("dropout", "attention dropout=0.1, for which ranges have no mask"),
     ],
 )

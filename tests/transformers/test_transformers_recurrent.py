@@ -6,22 +6,12 @@ import torch.distributed as dist
 
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree.core.comm import record
-from support.hf_architectures import HYBRIDS, POOLED, STATE_SPACE, random_model
+from support.hf_architectures import HYBRIDS, POOLED, STATE_SPACE, long_lived_model, random_model
 from support.hf_models import prompt
 from support.hf_training import check_trained_batches, gradients
 from support.ranks import on_ranks
 
 FAST = ("qwen3_next", "falcon_h1", "jamba", "zaya", "qwen4_exp_text")  # one of each kind of function, or index
-
-
-def _long_lived(name):
-    """A random model whose states live long, so that gradients depend on those of the ranks before."""
-    model = random_model(name)
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith("A_log"):
-                parameter.sub_(4.0)
-    return model
 
 
 def _marks(name, world):
@@ -41,7 +31,7 @@ def _marks(name, world):
 )
 @on_ranks()
 def test_training(world, name):
-    check_trained_batches(lambda: _long_lived(name))
+    check_trained_batches(lambda: long_lived_model(name))
 
 
 def _distance(model, want, world):

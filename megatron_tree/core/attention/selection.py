@@ -24,7 +24,7 @@ from torch import Tensor
 from .. import comm
 from ..config import TreeConfig, check_positive
 from ..kernels import index_scores
-from ..layout import Layout, Segment, Sharding, check_layout, shard_lengths
+from ..layout import Layout, Segment, Sharding, TreeRun, check_layout, shard_lengths
 from ..layout import positions_of as positions_of_rows
 from ..merge import NO_ENTRY, ListReducer, positions_of, ranked
 from .prefill import PromptChunk, run_segments
@@ -67,10 +67,12 @@ def tree_select_func(
         topk: keys, or blocks, that a query sees at most.
         cp_group: the ranks over which the sequence is sharded, a process group or 1-D DeviceMesh; None for one rank.
         softmax_scale: factor of the products of index_q and index_k.
-        layout: as in `tree_attn_func`; packed documents as a layout from `dispatch_documents` or `packed_layout`.
+        layout: as in `tree_attn_func`; packed documents as a layout from `dispatch_documents` or `packed_layout`; of
+            `dispatch_prefix_tree`: a query sees keys among the tokens before it in its rows.
         blocks: select whole blocks of tokens; their keys are made of index_k on every rank.
     Returns: int32 [b, s/p, m] with m = topk, or the longest document's length if that is less: positions of keys within
-        the query's document, -1 where there are fewer; for `tree_attn_func(selected=)`. Equal scores: earlier keys.
+        the query's document (a prefix tree's packed row is one), -1 where there are fewer; for
+        `tree_attn_func(selected=)`. Equal scores: earlier keys.
         With blocks m = topk * size + size - 1, with the number of the longest document's blocks if that is less.
     Raises: ValueError for bad input or arguments that differ between ranks; CommError if a rank failed.
     """
@@ -78,7 +80,9 @@ def tree_select_func(
     (layout,) = layouts_of(layout, ranks, "tree_select_func", index_k=index_k)
     with ranks.call("tree_select_func") as call:
         _check(index_q, index_weights, index_k, topk, softmax_scale)
-        sharding = _sharding(index_k, ranks, layout)
+        sharding, tree = _sharding(index_k, ranks, layout), getattr(layout, "tree", ())
+        if blocks is not None and tree:
+            raise ValueError("blocks can't be selected in a prefix tree, which parts within them: pass the rows apart")
         b, _, h, d = index_q.shape
         call.agree(
             batch=b, heads=h, dim=d, topk=topk, seq_len=sharding.seq_len, layout=str(layout), scale=softmax_scale,
@@ -87,12 +91,13 @@ def tree_select_func(
         rows = index_k.transpose(0, 1)
         padded = torch.cat((rows, rows.new_zeros(sharding.rows - rows.shape[0], b, d)))
         keys = ranks.gather(padded)
-    keys = _Keys(keys, sharding.segments(*((r,) for r in range(ranks.size))))
+    of_ranks, queries = (_segments(sharding, tree, *held) for held in (zip(range(ranks.size)), [(ranks.rank,)]))
+    keys = _Keys(keys, of_ranks, parents=[run.parent for run in tree])
     if blocks is not None:
         keys = keys.in_blocks(blocks)
-    longest = max(getattr(sharding.layout, "lengths", (sharding.seq_len,)), default=0)
-    wanted = min(topk, longest // keys.size)
-    return _select(index_q, index_weights, keys, sharding.segments((ranks.rank,)), wanted, softmax_scale)
+    lengths = [run.depth + run.length for run in tree] or getattr(layout, "lengths", (sharding.seq_len,))
+    wanted = min(topk, max(lengths, default=0) // keys.size)
+    return _select(index_q, index_weights, keys, queries, wanted, softmax_scale)
 
 
 @comm.public_call
@@ -236,10 +241,10 @@ class _Keys:
     """Keys [rows, b, d] of all ranks, or of one, in the order of documents and positions; of tokens, or of blocks of
     `size` tokens.
 
-    segments: where they are, in keys.
+    segments: where they are, in keys. parents: of a prefix tree, whose runs are documents: those before each, or -1.
     """
 
-    def __init__(self, rows: Tensor, segments: Sequence[Segment], size: int = 1):
+    def __init__(self, rows: Tensor, segments: Sequence[Segment], size: int = 1, parents: Sequence[int] = ()):
         order = sorted(segments, key=lambda s: (s.seq, s.pos))
         at = [torch.arange(s.row, s.row + s.length, device=rows.device) for s in order]
         self._rows = rows.transpose(0, 1)[:, torch.cat(at)] if at else rows.transpose(0, 1)
@@ -247,7 +252,7 @@ class _Keys:
         self._numbers = torch.cat(parts) if parts else torch.arange(0, device=rows.device)
         self._documents: dict[int, tuple[int, int]] = {}
         """First row and rows."""
-        self.size, first = size, 0
+        self.size, self._parents, first = size, parents, 0
         for s in order:
             start, length = self._documents.get(s.seq, (first, 0))
             self._documents[s.seq] = start, length + s.length
@@ -265,11 +270,19 @@ class _Keys:
         return _Keys(torch.cat(parts or [self._rows[:, :0]], 1).transpose(0, 1), segments, blocks.size)
 
     def before(self, queries: Segment) -> tuple[Tensor, Tensor]:
-        """[b, n, d], int64 [n]: the keys of these queries' document up to the last of them, and their numbers."""
-        start, length = self._documents.get(queries.seq, (0, 0))
-        numbers, end = self._numbers[start : start + length], (queries.pos + queries.length) // self.size
-        count = int((numbers < end).sum())
-        return self._rows[:, start : start + count], numbers[:count]
+        """[b, n, d], int64 [n]: the keys of these queries' document up to the last of them, in a tree with those of the
+        runs before, and their numbers."""
+        parts, seq, end = [], queries.seq, (queries.pos + queries.length) // self.size
+        while seq >= 0:
+            start, length = self._documents.get(seq, (0, 0))
+            numbers = self._numbers[start : start + length]
+            count = int((numbers < end).sum())
+            parts.append((self._rows[:, start : start + count], numbers[:count]))
+            seq = self._parents[seq] if self._parents else -1
+        if len(parts) == 1:
+            return parts[0]
+        rows, numbers = zip(*reversed(parts))
+        return torch.cat(rows, 1), torch.cat(numbers)
 
 
 def _strips(segments: Sequence[Segment]) -> Iterator[Segment]:
@@ -289,7 +302,13 @@ def _sharding(x: Tensor, ranks: comm.Ranks, layout: Layout) -> Sharding:
     here = shard_lengths(seq_len, world, layout)[rank]
     if here != x.shape[1]:
         raise ValueError(f"index_k has {x.shape[1]} tokens on rank {rank}, but layout={layout!r} gives it {here}")
-    return Sharding(seq_len=seq_len, world=world, layout=layout)
+    return Sharding(seq_len=seq_len, world=world, layout=layout.by_run if getattr(layout, "tree", ()) else layout)
+
+
+def _segments(sharding: Sharding, tree: Sequence[TreeRun], *holders: tuple[int, ...]) -> tuple[Segment, ...]:
+    """Segments of these holders' shards one after another; of a tree's runs at positions in the packed row."""
+    segments = sharding.segments(*holders)
+    return tuple(s._replace(pos=sharding.layout.starts[s.seq] + s.pos) for s in segments) if tree else segments
 
 
 def _check(q: Tensor, weights: Tensor, k: Tensor, topk: int, softmax_scale: float, *, cached: bool = False) -> None:

@@ -51,7 +51,8 @@ def dispatch_documents(cu_seqlens: Tensor | Sequence[int], cp_group, *, multiple
 @comm.outside_graphs
 @checked
 def dispatch_prefix_tree(tree: PrefixTree, cp_group, *, multiple_of: int = 1) -> Dispatched:
-    """A layout of a tree's packed row for `tree_attn_func`, beside `ranges=tree.ranges()`. No communication.
+    """A layout of a tree's packed row: for `tree_attn_func`, beside `ranges=tree.ranges()`, and for `tree_recurrence`
+    and its like, whose states part where rows do. No communication.
 
     Its runs between the places where rows part are spread as documents are (`dispatch_documents`), by what their tokens
     see; those that several rows share over more ranks, since many need their keys.

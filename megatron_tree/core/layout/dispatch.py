@@ -5,24 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from .documents import Dispatched, Run
+from .documents import Dispatched, Run, TreeRun
 from .segments import Segment, join
 
 EVEN = 1.05  # work of the busiest rank, per mean, that is good enough
 FINEST = 64  # parts of a rank's mean work: documents with less are not spread any more
 SHARED_WEIGHT = 16  # shared runs are spread if they have so much less work: their keys go to many ranks anyway
-
-
-class TreeRun(NamedTuple):
-    """Tokens that follow each other in a tree of prefixes, and that the same rows have; a document is such a run."""
-
-    length: int
-    depth: int = 0
-    """Tokens before it, which its tokens see as well."""
-    is_shared: bool = False
-    """Whether others follow it in the tree."""
 
 
 def spread_documents(lengths: tuple[int, ...], world: int, *, multiple_of: int = 1) -> Dispatched:
@@ -40,7 +29,7 @@ def spread_documents(lengths: tuple[int, ...], world: int, *, multiple_of: int =
 def spread_tree(runs: list[TreeRun], world: int, *, multiple_of: int = 1) -> Dispatched:
     """The runs of a tree, one after another, over `world` ranks, as documents are: one packed sequence."""
     total = (sum(run.length for run in runs),)
-    return Dispatched(total, total, *_spread(runs, world, multiple_of))
+    return Dispatched(total, total, *_spread(runs, world, multiple_of), tuple(runs))
 
 
 def _spread(documents: list[TreeRun], world: int, multiple_of: int) -> tuple[tuple[tuple[Run, ...], ...], int]:
@@ -101,7 +90,7 @@ def _assigned(documents: list[TreeRun], world: int, rows: int, mean: float, limi
         return max(share.work / mean, share.tokens / rows), share.tokens
 
     for document in sorted(range(len(documents)), key=lambda i: (not documents[i].is_shared, -documents[i].length, i)):
-        n, depth, is_shared = documents[document]
+        n, depth, is_shared, _ = documents[document]
         if not n:
             break
         ranks = min(world, n, math.ceil(_work(depth, n) / limit * (SHARED_WEIGHT if is_shared else 1)))

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..arguments import checked
 from ..config import integers
@@ -25,6 +25,18 @@ if TYPE_CHECKING:
 
 Run = tuple[int, int]
 """(first row, number of rows) of the packed sequence."""
+
+
+class TreeRun(NamedTuple):
+    """Tokens that follow each other in a tree of prefixes, and that the same rows have; a document is such a run."""
+
+    length: int
+    depth: int = 0
+    """Tokens before it, which its tokens see as well."""
+    is_shared: bool = False
+    """Whether others follow it in the tree."""
+    parent: int = -1
+    """Number of the run that has the token before it, which is less than its own; -1: it begins a tree."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -126,11 +138,13 @@ class Dispatched(_Documents):
         lengths, padded: as of `Packed`, but no rank's share depends on the padding.
         shares: the runs (first row, number of rows) of each rank; every row of the packed sequence is in one.
         num_rows: rows of each rank.
+        tree: of a prefix tree, whose packed row is one document: its runs, one after another.
     Raises: ValueError if a row is in no share or in two, or a share has more rows than num_rows.
     """
 
     shares: tuple[tuple[Run, ...], ...]
     num_rows: int
+    tree: tuple[TreeRun, ...] = ()
 
     def __post_init__(self):
         super().__post_init__()
@@ -179,6 +193,12 @@ class Dispatched(_Documents):
 
     def runs(self, rank: int, world: int) -> tuple[Run, ...]:
         return self.shares[rank]
+
+    @cached_property
+    def by_run(self) -> Dispatched:
+        """The same rows on the same ranks, but every run of the tree is a document of its own."""
+        lengths = tuple(run.length for run in self.tree)
+        return Dispatched(lengths, lengths, self.shares, self.num_rows)
 
 
 @checked

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..arguments import checked
 from ..config import check_positive, integers
 from ..spec import AttnSlice
-from .dispatch import TreeRun
+from .documents import TreeRun
 
 NO_LABEL = -100
 
@@ -70,9 +70,14 @@ class PrefixTree:
         for b in self.branches:
             if b.parent >= 0:
                 cuts[b.parent].add(b.depth)
-        spans = [itertools.pairwise(sorted(of_branch)) for of_branch in cuts]
+        spans = [(i, *span) for i, of_branch in enumerate(cuts) for span in itertools.pairwise(sorted(of_branch))]
         parted = {(b.parent, b.depth) for b in self.branches}
-        return [TreeRun(end - a, a, (i, end) in parted) for i, span in enumerate(spans) for a, end in span]
+        ending = {(i, end): number for number, (i, _, end) in enumerate(spans)}
+        runs = []
+        for i, a, end in spans:
+            before = self.branches[i].parent if a == self.branches[i].depth else i
+            runs.append(TreeRun(end - a, a, (i, end) in parted, ending.get((before, a), -1)))
+        return runs
 
     def to(self, device, non_blocking: bool = False) -> PrefixTree:
         """The same tree on a device, as of a tensor."""

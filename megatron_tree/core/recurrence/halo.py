@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -40,7 +39,7 @@ def tree_halo(
         x: [b, s_local, ...], this rank's shard.
         count: how many rows; a convolution's kernel size - 1. They may lie in several segments.
         cp_group: the process group over which the sequence is sharded, or a 1-D DeviceMesh; None for one rank.
-        layout: as in `tree_attn_func`, or of packed documents.
+        layout: as in `tree_attn_func`, or of packed documents, or of a prefix tree, whose segments end where rows part.
         before: [b, count, ...], the rows before the sequence, equal on all ranks; default: zeros. Not with several
             documents, which begin with zeros.
         return_final: whether to return the last rows of the sequence. Not with several documents.
@@ -133,14 +132,11 @@ class HaloPlan(NamedTuple):
 def halo_plan(chains: Chains, rank: int, count: int, with_final: bool) -> HaloPlan:
     """The plan of one rank."""
     wanted: list[dict[int, list]] = [{} for _ in chains.segments]
-    for links in chains.documents:
-        for (holder, index), segment in links:
-            wanted[holder][index] = _before(links, segment.pos, count)
+    for (holder, index), _, before in chains.links:
+        wanted[holder][index] = _until(chains.links, before, count)
     if with_final:
-        links = chains.documents[0] if chains.documents else ()  # none: a sequence without tokens
-        end = links[-1].segment.pos + links[-1].segment.length if links else 0
         for of_rank in wanted:
-            of_rank[-1] = _before(links, end, count)
+            of_rank[-1] = _until(chains.links, len(chains.links) - 1, count)
     needed = [sorted({x for halo in of_rank.values() for x in halo if isinstance(x, tuple)}) for of_rank in wanted]
     sent = [[row for holder, row in of_rank if holder == rank] for of_rank in needed]
     numbers = {x: 1 + i for i, x in enumerate(needed[rank])}
@@ -156,16 +152,15 @@ def halo_plan(chains: Chains, rank: int, count: int, with_final: bool) -> HaloPl
     )
 
 
-def _before(links: Sequence[Link], end: int, count: int) -> list[tuple[int, int] | int]:
-    """Where a document's rows at positions end - count .. end - 1 are: (rank, row), or a position below 0."""
-    firsts, found = [link.segment.pos for link in links], []
-    for position in range(end - count, end):
-        if position < 0:
-            found.append(position)
-        else:
-            (rank, _), segment = links[bisect_right(firsts, position) - 1]
-            found.append((rank, segment.row + position - segment.pos))
-    return found
+def _until(links: Sequence[Link], last: int, count: int) -> list[tuple[int, int] | int]:
+    """Where the last `count` rows up to the end of a link are: (rank, row), or a position below 0; last: its number, -1
+    before all."""
+    found: list[tuple[int, int]] = []
+    while last >= 0 and len(found) < count:
+        (rank, _), segment, last = links[last]
+        end = segment.row + segment.length
+        found = [(rank, row) for row in range(max(segment.row, end - count + len(found)), end)] + found
+    return [*range(len(found) - count, 0), *found]
 
 
 def _halo(x: Tensor, before: Tensor | None, plan: HaloPlan, route: Route) -> tuple[Tensor, Tensor | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -49,9 +50,9 @@ def tree_recurrence(
 ) -> tuple[Tensor, Tensor | None]:
     """A recurrent layer over a sequence that is sharded across ranks, exactly. Collective, differentiable.
 
-    A segment's outputs and final state are affine in its initial state S: o_t + R_t S and M S + U. The kernel itself
-    gives all four in one call, with values [v | 0] and the initial state [0 | 1]; `tree_scan` then gives every segment
-    its S.
+    A rank runs the segments that nothing on other ranks lies before, in order, with their states. The outputs and the
+    final state of others are affine in the initial state S: o_t + R_t S and M S + U. The kernel itself gives all four
+    in one call, with values [v | 0] and the initial state [0 | 1]; `tree_scan` then gives every segment its S.
 
     Args:
         kernel: kernel(inputs, v, initial_state) -> (out [b, t, h, d_v], final_state [b, h, d, d_v]) of t tokens, linear
@@ -62,7 +63,8 @@ def tree_recurrence(
         v: [b, s_local, h, d_v], this rank's values; rows of padding may hold anything finite.
         head_dim: d, the rows of a head's state.
         cp_group: the process group over which the sequence is sharded, or a 1-D DeviceMesh; None for one rank.
-        layout: as in `tree_attn_func`, or of packed documents: states begin with zeros in every document.
+        layout: as in `tree_attn_func`, or of packed documents: states begin with zeros in every document; of a prefix
+            tree, too (`dispatch_prefix_tree`): with those where a run of its tokens leaves another.
         decay: where states only decay, how: the kernel is then called once for d_v alone.
         initial_state: [b, h, d, d_v], the sequence's, equal on all ranks; default: zeros. Not with several documents.
         return_final_state: whether to return what the sequence leaves behind. Not with several documents.
@@ -85,7 +87,7 @@ def tree_recurrence(
         update = torch.empty(0, b, h, d, d_v, dtype=state_dtype(v.dtype), device=v.device)
         shape = (d, d) if decay is None else tuple(decay.log_decay.shape[3:])
         maps = AffineMaps(d, d_v, shape)
-        scan = Scan.checked(chains, maps, update, initial_state, return_final_state, schedule, ranks)
+        scan = Scan.checked(chains.rest, maps, update, initial_state, return_final_state, schedule, ranks)
         given = v, *inputs, initial_state, *(decay or ())
         call.agree(
             layout=layout,
@@ -95,7 +97,7 @@ def tree_recurrence(
             goes_backward=goes_backward(*given),
             **scan.agreed,
         )
-        return _Layer(kernel, tuple(inputs), v, decay, d).run(scan, initial_state)
+        return _Layer(kernel, tuple(inputs), v, decay, d).run(chains, scan, initial_state)
 
 
 def _check(inputs: Sequence[Tensor], v: Tensor, decay: Decay | None) -> None:
@@ -118,25 +120,40 @@ class _Layer:
         self.kernel, self.inputs, self.v, self.decay, self.head_dim = kernel, inputs, v, decay, head_dim
         self.dtype = state_dtype(v.dtype)
 
-    def run(self, scan: Scan, initial_state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def run(self, chains: Chains, scan: Scan, initial_state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """scan: of `chains.rest`."""
         rank = scan.ranks.rank
-        segments, linked = scan.chains.segments[rank], scan.chains.linked[rank]
-        alone = [i for i in range(len(segments)) if i not in set(linked)]
-        outs = {i: out for i, (out,) in each(segments, alone, self._outputs)}
-        parts = dict(each(segments, linked, self._maps if self.decay is None else self._decaying))
+        segments, linked = chains.segments[rank], scan.chains.linked[rank]
+        outs, ends = {}, {-1: None if initial_state is None else initial_state.to(self.dtype)}
+        for wave in chains.waves[rank]:
+            run = functools.partial(self._from_states, states={i: ends[before] for i, before in wave.items()})
+            for i, (out, end) in each(segments, list(wave), run):
+                outs[i], ends[i] = out, end
+        parts = dict(each(segments, [i for i in linked if i not in outs], self._parts))
         with torch.autocast(self.v.device.type, enabled=False):
-            maps = self._stacked([parts[i] for i in linked], scan.maps)
+            maps = self._stacked([parts[i][2:] if i in parts else self._constant(ends[i], scan) for i in linked], scan)
             made = *outs.values(), *(x for out, response, _, _ in parts.values() for x in (out, response))
             states, final = scan.run(*maps, initial_state, self.v, *self.inputs, *(self.decay or ()), *made)
             for i, state in zip(linked, states):
-                out, response, _, _ = parts[i]
-                outs[i] = (response.transpose(1, 2) @ state).transpose(1, 2) + out
+                if i in parts:
+                    outs[i] = _with_state(*parts[i][:2], state)
             return joined(segments, outs, self.v, states), final
 
-    def _outputs(self, of_rows: OfRows) -> tuple[Tensor]:
-        """The outputs of segments that are documents."""
-        out, _ = self.kernel(tuple(map(of_rows, self.inputs)), of_rows(self.v), None)
-        return (out,)
+    def _from_states(
+        self, of_rows: OfRows, numbers: list[int], states: dict[int, Tensor | None]
+    ) -> tuple[Tensor, Tensor]:
+        """The outputs and final states of segments that begin with these states; None: zeros."""
+        state = None if states[numbers[0]] is None else torch.cat([states[i] for i in numbers])
+        if self.decay is None or state is None:
+            out, final = self.kernel(tuple(map(of_rows, self.inputs)), of_rows(self.v), state)
+            return out, final.to(self.dtype)
+        out, response, transition, update = self._decaying(of_rows)
+        with torch.autocast(self.v.device.type, enabled=False):
+            transition = transition.reshape(*transition.shape, *(1,) * (4 - transition.dim()))
+            return _with_state(out, response, state), transition * state + update
+
+    def _parts(self, of_rows: OfRows, numbers: list[int]) -> tuple[Tensor, ...]:
+        return self._maps(of_rows) if self.decay is None else self._decaying(of_rows)
 
     def _maps(self, of_rows: OfRows) -> tuple[Tensor, ...]:
         """The outputs [b, t, h, d_v] for a state of zeros, their response [b, t, h, d] to the state, and M and U."""
@@ -155,10 +172,19 @@ class _Layer:
         response = of_rows(self.decay.readout).to(self.dtype) * (decay if decay.dim() == 4 else decay[..., None])
         return out.to(self.dtype), response, decay[:, -1], final.to(self.dtype)
 
-    def _stacked(self, parts: list[tuple[Tensor, ...]], maps: AffineMaps) -> tuple[Tensor, Tensor]:
+    def _constant(self, end: Tensor, scan: Scan) -> tuple[Tensor, Tensor]:
+        """The map of a segment whose final state is known."""
+        return end.new_zeros(*end.shape[:2], *scan.maps.transition_shape), end
+
+    def _stacked(self, maps: list[tuple[Tensor, Tensor]], scan: Scan) -> tuple[Tensor, Tensor]:
         """M and U of all segments in the scan."""
-        if parts:
-            return tuple(torch.stack(x) for x in list(zip(*parts))[2:])
+        if maps:
+            return tuple(map(torch.stack, zip(*maps)))
         b, _, h, d_v = self.v.shape
         update = self.v.new_zeros(0, b, h, self.head_dim, d_v, dtype=self.dtype)
-        return update.new_zeros(0, b, h, *maps.transition_shape), update
+        return update.new_zeros(0, b, h, *scan.maps.transition_shape), update
+
+
+def _with_state(out: Tensor, response: Tensor, state: Tensor) -> Tensor:
+    """o_t + R_t S."""
+    return (response.transpose(1, 2) @ state).transpose(1, 2) + out

@@ -16,15 +16,16 @@ OfRows = Callable[[Tensor], Tensor]
 
 
 def each(
-    segments: Sequence[Segment], numbers: Sequence[int], run: Callable[[OfRows], tuple[Tensor, ...]]
+    segments: Sequence[Segment], numbers: Sequence[int], run: Callable[[OfRows, list[int]], tuple[Tensor, ...]]
 ) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-    """(number, tensors [b, ...] that `run` gives) of some segments; those of one length run as one batch."""
+    """(number, tensors [b, ...] that run(of_rows, numbers) gives) of some segments; those of one length run as one
+    batch."""
     by_length: dict[int, list[int]] = {}
     for i in numbers:
         by_length.setdefault(segments[i].length, []).append(i)
     for length, together in by_length.items():
         rows = [slice(segments[i].row, segments[i].row + length) for i in together]
-        results = run(functools.partial(_of_rows, rows=rows))
+        results = run(functools.partial(_of_rows, rows=rows), together)
         yield from zip(together, zip(*(x.chunk(len(together)) for x in results)))
 
 

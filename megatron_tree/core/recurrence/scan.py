@@ -44,7 +44,7 @@ def tree_scan(
         cp_group: the process group over which the sequence is sharded, or a 1-D DeviceMesh; None for one rank.
         layout: as in `tree_attn_func`, or of packed documents, whose states begin with zeros. A rank has one segment
             ("zigzag": two, but the last rank, whose two are neighbours, one; documents: one for each run of rows of a
-            document).
+            document, or of a prefix tree between two places where rows part).
         initial_state: [b, h, d, d_v], the sequence's, equal on all ranks; default: zeros. Not with several documents.
         return_final_state: whether to return what the sequence leaves behind. Not with several documents.
         schedule: "gather" (every rank gets all maps: one round), "exchange" (every rank scans its share of the b * h
@@ -212,15 +212,13 @@ class Scan:
 
     def _prefixes(self, maps: dict[Place, Tensor], begin: Tensor) -> tuple[dict[Place, Tensor], Tensor | None]:
         """The state [rows, d * d_v] before every segment that does not begin a document, and the final state."""
-        states, state = {}, None
-        for links in self.chains.documents:
-            state = begin
-            for n, link in enumerate(links):
-                if n:
-                    states[link.place] = state
-                if link.place in maps:
-                    state = self.maps.merge(state, maps[link.place])
-        return states, state if self.ends else None
+        states, ends = {}, []
+        for place, _, before in self.chains.links:
+            state = begin if before < 0 else ends[before]
+            if before >= 0:
+                states[place] = state
+            ends.append(self.maps.merge(state, maps[place]) if place in maps else None)
+        return states, ends[-1] if self.ends else None
 
     def _send_states(self, states: dict[Place, Tensor], final: Tensor | None, begin: Tensor, bounds, *others: Tensor):
         """What this rank has scanned, to the ranks whose segments begin with it -> what arrived, and as `_prefixes` for

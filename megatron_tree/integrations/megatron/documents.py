@@ -28,6 +28,7 @@ from ...core.layout import (
     packed_layout,
     shard_positions,
 )
+from ...core.recurrence.shift import tree_shift
 from . import compat
 
 from megatron.core.packed_seq_params import PackedSeqParams  # isort: skip
@@ -205,8 +206,7 @@ def use_dispatched_documents(model: Any) -> Any:
     Args:
         model: a GPTModel or MambaModel with tree attention, also wrapped, or a list of model chunks. It is changed.
     Returns: the model.
-    Raises: ValueError for multi-token prediction, and recurrent layers whose cp_comm_type has no tree, which need
-        documents cut one by one.
+    Raises: ValueError for recurrent layers whose cp_comm_type has no tree, which need documents cut one by one.
     """
     for chunk in model if isinstance(model, (list, tuple)) else [model]:
         for module in chunk.modules():
@@ -217,6 +217,9 @@ def use_dispatched_documents(model: Any) -> Any:
 
 def watch_batches(model: Any) -> None:
     """`use_dispatched_documents` for a model that may never get such a batch: it is checked at its first one."""
+    for owner in compat.modules_with("roll_tensor"):
+        if not isinstance(owner.roll_tensor, _RollByLayout):
+            owner.roll_tensor = _RollByLayout(owner.roll_tensor)
     for module in model.modules():
         embedding = getattr(module, "rotary_pos_emb", None)
         if isinstance(embedding, torch.nn.Module) and not isinstance(embedding.forward, _LaidOutEmbedding):
@@ -229,8 +232,6 @@ def _refuse(module: Any, packed: TreePackedSeqParams | None = None) -> None:
     refused, cut_as_a_whole = None, packed is not None and packed.positions is None
     if compat.is_recurrent(module) and not getattr(module, "has_tree", False):
         refused = f"{type(module).__name__} (a layer with a recurrent state, and a cp_comm_type without a tree)"
-    elif number := getattr(getattr(module, "config", None), "mtp_num_layers", None):
-        refused = f"mtp_num_layers={number}"
     elif cut_as_a_whole and getattr(module, "position_embedding_type", None) == "mrope":
         refused = "position_embedding_type='mrope'"
     if refused:
@@ -241,15 +242,32 @@ def _refuse(module: Any, packed: TreePackedSeqParams | None = None) -> None:
 
 
 def _refuse_tree(model: Any) -> None:
-    refused = next((type(module).__name__ for module in model.modules() if compat.is_recurrent(module)), None)
-    reason = "a recurrent state, which would have to part where rows do"
+    reason, number = None, getattr(getattr(model, "config", None), "mtp_num_layers", None)
     if getattr(model, "position_embedding_type", None) == "mrope":
-        refused, reason = type(model).__name__, "multimodal positions (position_embedding_type='mrope')"
-    if refused:
+        reason = "multimodal positions (position_embedding_type='mrope')"
+    elif number:
+        reason = f"mtp_num_layers={number}, which predict tokens after rows have parted"
+    if reason:
         raise ValueError(
-            f"{refused} has {reason}: it takes no prefix_tree. Pack the rows as documents (dispatch_batch with "
-            "cu_seqlens)"
+            f"{type(model).__name__} has {reason}: it takes no prefix_tree. Pack the rows as documents (dispatch_batch "
+            "with cu_seqlens)"
         )
+
+
+class _RollByLayout:
+    """Megatron's `roll_tensor`, by which tokens and labels move forward for multi-token prediction; of a batch with a
+    layout by that."""
+
+    def __init__(self, roll_tensor: Any):
+        self._roll_tensor = roll_tensor
+
+    def __call__(self, tensor: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        packed = kwargs.get("packed_seq_params")
+        if not isinstance(packed, TreePackedSeqParams):
+            return self._roll_tensor(tensor, *args, **kwargs)
+        group = compat.group_of_batch(packed, kwargs.get("cp_group"))
+        rolled = tree_shift(tensor.flatten(0, -2), cp_group=group, layout=packed.layout).view_as(tensor)
+        return rolled, rolled.sum()
 
 
 class _LaidOutEmbedding:

@@ -16,6 +16,7 @@ from .call import (
     hierarchical_sizes,
     layer_groups,
     loads_causal_masks,
+    modules_with,
     refuse_unknown_arguments,
     token_group,
     window_of_layer,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import sys
 from typing import Any
 
 from .release import lookup, megatron_lm_arguments, megatron_version
@@ -92,6 +93,11 @@ def data_groups() -> tuple[Any, Any]:
     parallel_state = importlib.import_module("megatron.core.parallel_state")
     data_group = parallel_state.get_data_parallel_group
     return data_group(), data_group(with_context_parallel=True)
+
+
+def modules_with(name: str) -> list[Any]:
+    """Megatron's modules that have a function of this name, of their own or imported."""
+    return [x for path, x in list(sys.modules.items()) if path.startswith("megatron.core.") and name in vars(x)]
 
 
 def group_of_batch(packed_seq_params: Any, cp_group: Any) -> Any:

@@ -26,7 +26,8 @@ from transformers.utils.import_utils import is_flash_linear_attention_available,
 
 from ....core.comm import group_rank, group_size
 from ....core.config import TreeConfig
-from ....core.layout import Layout, Segment, shard_segments
+from ....core.layout import Layout, Segment
+from ....core.recurrence.chains import chains_of
 from ....core.recurrence.halo import tree_convolution
 from ....core.recurrence.layer import Decay, tree_recurrence
 
@@ -62,7 +63,7 @@ class RecurrentRun:
     def segments(self, num_rows: int) -> tuple[Segment, ...]:
         """Those of this rank's num_rows rows."""
         world = group_size(self.cp_group)
-        return shard_segments(num_rows * world, group_rank(self.cp_group), world, self.layout)
+        return chains_of(num_rows * world, world, self.layout).segments[group_rank(self.cp_group)]
 
 
 current_run: contextvars.ContextVar[RecurrentRun | None] = contextvars.ContextVar("tree_recurrent_run", default=None)

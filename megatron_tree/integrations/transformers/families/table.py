@@ -71,7 +71,6 @@ FAMILIES: dict[str, Family] = {
             "mamba_inner_fn": recurrent.leave_unfused,
         },
         not_captured="recurrent layers have states of their own for every run",
-        not_in_trees="layers with a recurrent state, which would have to part where rows do",
     ),
     # their scan of several tokens begins with a state of zeros, whatever the cache has
     "scan from zeros": Family(models=("jamba", "zamba")),
@@ -92,7 +91,6 @@ FAMILIES: dict[str, Family] = {
         patches={"*Indexer.forward": indexed.select},
         layer_types=("indexed_attention",),
         not_captured="layers with an index select keys, whose number on a rank depends on their scores",
-        not_in_trees="attention to keys that an index selects",
     ),
     # queries see the blocks of keys that an index selects, and embeddings are of n-grams: Qwen4-Exp
     "pooled": Family(
@@ -105,7 +103,7 @@ FAMILIES: dict[str, Family] = {
         check=pooled.check_model,
         layer_types=("indexed_attention",),
         not_captured="layers with an index select keys, whose number on a rank depends on their scores",
-        not_in_trees="attention to keys that an index selects",
+        not_in_trees="attention to blocks of keys that an index selects",
     ),
     # queries see their own chunk of positions: Llama 4 (chunked.py)
     "chunked": Family(

@@ -64,7 +64,7 @@ def attend_to_shard(
     if has_temperature(module):
         q = with_temperature(module, q, shard.positions)
     chunk = chunk_size(module)
-    if shard.prefix_tree is not None:
+    if shard.prefix_tree is not None and "selected" not in options:
         del options["window_size"]
         ranges = shard.prefix_tree.ranges(shard.used_by[module.layer_idx], chunk)
         return tree_attn_func(q, k, v, ranges=ranges, layout=shard.documents, **options)
