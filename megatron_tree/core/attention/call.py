@@ -78,7 +78,7 @@ class AttentionCall:
             mask=self.mask,
             topology=network.topology,
             placement=network.placement,
-            schedule=config.schedule,
+            schedule="gather" if config.deterministic == "ranks" else config.schedule,
             ulysses_size=config.ulysses_size if self.selected is None else 1,
             grid=config.grid,
             grid_backward=config.grid_backward,
@@ -221,7 +221,9 @@ class PlannedAttention(AttentionCall):
             keys = VisibleRows(team, self.keys.segments(at.holder), *rows)
         else:
             keys = TeamRows.of(self._team("keys", plan, at.key_team), self.keys, at.key_holders)
-        queries = TeamRows.of(self._team("queries", plan, at.query_team), self.queries, at.query_holders)
+        gathers = plan.schedule == "gather"
+        team, holders = (at.key_team, at.key_holders) if gathers else (at.query_team, at.query_holders)
+        queries = TeamRows.of(self._team("queries", plan, team), self.queries, holders)
         selected = None if self.selected_keys is None else SelectedKeys(self.selected_keys, queries)
         return Cell(queries=queries, keys=keys, backend=self.backend, wire=self.wire_dtype, selected=selected)
 

@@ -11,6 +11,7 @@ from .backends import (
     merge_packed,
 )
 from .index import best_keys, index_scores
+from .leaves import sum_rows
 from .kv_cache import KVCache, SharedPages
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "choose",
     "index_scores",
     "merge_packed",
+    "sum_rows",
 ]

@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import merge
 from ..log import say_once
 from ..spec import AttnSpec
-from . import fastest, ranges
+from . import fastest, leaves, ranges
 from .kv_cache import KVCache, decode_shared
 from .libraries import LIBRARIES, Library
 from .maxima import LargestLogits
@@ -82,6 +82,11 @@ class Backend:
         if isinstance(self.module, LargestLogits):
             inner = replace(self, module=self.module.module).for_duals(dtype, width)
             return replace(inner, module=LargestLogits(inner.module, self.module.largest))
+        if self.module is leaves:
+            raise ValueError(
+                "deterministic='ranks' has first derivatives only: use deterministic=True where tangents or second "
+                "derivatives are asked for"
+            )
         if isinstance(self.module, Library):
             raise ValueError(
                 f"backend={self.name!r} has first derivatives only: use backend='reference' where tangents or second "
@@ -143,6 +148,8 @@ def choose(
     ``ValueError`` when a named backend can't take the call.
     """
     needs = dict(flowing_lse=flowing_lse, masked=masked, decodes=decodes, selects=selects)
+    if spec.deterministic == "ranks":
+        return _leaf_by_leaf(decodes, selects)
     if backend != "auto":
         what = _unsupported(backend, q, k, v, spec, **needs)
         if what:
@@ -171,6 +178,18 @@ def choose(
 def _chosen(name: str, reason: str) -> Backend:
     say_once(f"attention backend {name}: {reason}")
     return Backend(name, reason, _module(name))
+
+
+def _leaf_by_leaf(decodes: bool, selects: bool) -> Backend:
+    """The backend whose bits depend on no number of ranks."""
+    if decodes or selects:
+        what = "a KV cache" if decodes else "selected keys"
+        raise ValueError(
+            f"deterministic='ranks' is for training without selected keys: with {what}, use deterministic=True"
+        )
+    reason = "deterministic='ranks' needs products of one shape"
+    say_once(f"attention backend reference, leaf by leaf: {reason}")
+    return Backend("reference", reason, leaves)
 
 
 def _unsupported(name: str, q, k, v, spec: AttnSpec, *, selects: bool, **needs: bool) -> str | None:

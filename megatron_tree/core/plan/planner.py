@@ -62,6 +62,7 @@ def plan_training(
 
     Args:
         shape: heads and their sizes on one rank.
+        schedule: that of `TreeConfig`, or "gather".
         batch, seq_len, seq_len_kv: of the call, with all tokens of the sequence; seq_len_kv (default seq_len): of cross
             attention's keys.
         visible_fraction: of the (query, key) pairs within one document and the window, before the causal mask.
@@ -91,8 +92,11 @@ def plan_training(
     )
     weigh = _Weigher(placed, shape, sizes, (grid, grid_backward or grid), head_chunks, memory_budget, mask)
     splits = weigh.head_placements(ulysses_size)
-    grids_of = [weigh.grids(heads, schedule) for heads in splits]
-    rings_of = [weigh.rings(heads, alone=schedule == "ring" or world == 1) for heads in splits]
+    if schedule == "gather":
+        grids_of, rings_of = weigh.gathers(splits), []
+    else:
+        grids_of = [weigh.grids(heads, schedule) for heads in splits]
+        rings_of = [weigh.rings(heads, alone=schedule == "ring" or world == 1) for heads in splits]
     options = rings_of if schedule == "ring" else grids_of
     if schedule == "auto" and not (grid or grid_backward or head_chunks):
         mixed = [[[*of_pass, *ring] for of_pass, ring in zip(*both)] for both in zip(grids_of, rings_of) if both[1][0]]
@@ -138,14 +142,7 @@ class _Weigher:
         chunks."""
         u, by_pass = heads[0] * heads[1], []
         split, cells, block = self._split(u), self.placed.world // u, self.placed.block
-        chunks = [n for n in range(1, MAX_HEAD_CHUNKS + 1) if split.n % n == 0] if self.placed.world > 1 else [1]
-        if self.head_chunks:
-            divisors = [n for n in range(1, split.n + 1) if split.n % n == 0]
-            if self.head_chunks not in divisors:
-                raise ValueError(
-                    f"head_chunks={self.head_chunks} must divide num_heads_kv={split.n}: choose one of {divisors}"
-                )
-            chunks = [self.head_chunks]
+        chunks = self._head_chunks(split)
         for backward, (name, pinned) in enumerate(zip(("grid", "grid_backward"), self.pinned)):
             if pinned is not None:
                 check_grid(pinned, cells, name, u)
@@ -164,6 +161,31 @@ class _Weigher:
             by_pass.append([choose_head_chunks(variants, self.budget) for variants in weighed])
         return by_pass
 
+    def gathers(self, splits: list[tuple[int, int]]) -> list[list[list[PassPlan]]]:
+        """Of every exchange of heads that leaves a KV head's query heads on one rank: the gather of all rows, forward
+        and backward."""
+        options = []
+        for heads in splits:
+            u = heads[0] * heads[1]
+            split, cells, block = self._split(u), self.placed.world // u, self.placed.block
+            if split.copies > 1:
+                continue
+            for name, pinned in zip(("grid", "grid_backward"), self.pinned):
+                if pinned is not None:
+                    check_grid(pinned, cells, name, u)
+            call = self.placed, self.sizes, Arrangement(heads, (1, cells), (1, block // heads[1]), block), split
+            weighed = (
+                [grid_plan(*call, n, backward, local_first=False, schedule="gather") for n in self._head_chunks(split)]
+                for backward in (False, True)
+            )
+            options.append([[choose_head_chunks(variants, self.budget)] for variants in weighed])
+        if not options:
+            raise ValueError(
+                f"ulysses_size={splits[0][0] * splits[0][1]} puts query heads of one KV head on several ranks, which "
+                f"deterministic='ranks' rules out: choose at most {self.shape.num_heads_kv}, or leave it out"
+            )
+        return options
+
     def rings(self, heads: tuple[int, int], *, alone: bool) -> list[list[PassPlan]]:
         """The ring of the ranks with the same heads, forward and backward. alone: also a ring of one rank, which is
         the grid 1x1."""
@@ -172,6 +194,17 @@ class _Weigher:
             return [[], []]
         arrangement, split = Arrangement(heads, (1, n), (1, inner), self.placed.block), self._split(heads[0] * heads[1])
         return [[ring_plan(self.placed, self.sizes, arrangement, split, backward)] for backward in (False, True)]
+
+    def _head_chunks(self, split: HeadSplit) -> list[int]:
+        """Into how many chunks KV heads may be cut."""
+        if self.head_chunks:
+            divisors = [n for n in range(1, split.n + 1) if split.n % n == 0]
+            if self.head_chunks not in divisors:
+                raise ValueError(
+                    f"head_chunks={self.head_chunks} must divide num_heads_kv={split.n}: choose one of {divisors}"
+                )
+            return [self.head_chunks]
+        return [n for n in range(1, MAX_HEAD_CHUNKS + 1) if split.n % n == 0] if self.placed.world > 1 else [1]
 
     def _split(self, u: int) -> HeadSplit:
         return HeadSplit.of(self.shape.num_heads, self.shape.num_heads_kv, u)
