@@ -140,16 +140,16 @@ class TreeConfig:
     it reads every tensor once more and synchronizes the device."""
 
     deterministic: bool | str = False
-    """True: the same inputs give the same bits in every run, and a row of a decode batch gives the same bits alone and in a
-    batch, provided that the schedule is the same (name one: "auto" may depend on the batch), and on a CPU the number of
-    threads and the vector instructions (aten and reference leave sums to torch and MKL). What can't guarantee this
-    is refused, and excluded by "auto": libraries and aten's CUDA kernels, whose backward sums in any order and whose
-    decode splits by batch size; the decode schedule "allreduce", whose summation order is up to the backend. Decoding
-    is slower: Triton's kernels split the keys every 1024 whatever the batch size, the others attend row by row.
-    "ranks": out, lse and gradients of training have the same bits on any number of ranks, in any layout, batch and
-    plan, on the backend "reference": sums are cut by positions (docs/reliability.md). Nothing is merged between ranks:
-    keys and values are gathered (a grid of one row), heads are exchanged, or both; in the backward, queries are
-    gathered, too. What can't is refused."""
+    """True: the same inputs give the same bits in every run, and a row of a decode batch gives the same bits alone and
+    in a batch, provided that the schedule is the same (name one: "auto" may depend on the batch), and on a CPU the
+    number of threads and the vector instructions (aten and reference leave sums to torch and MKL). What can't guarantee
+    this is refused, and excluded by "auto": libraries and aten's CUDA kernels, whose backward sums in any order and
+    whose decode splits by batch size; the decode schedule "allreduce", whose summation order is up to the backend.
+    Decoding is slower: Triton's kernels split the keys every 1024 whatever the batch size, the others attend row by
+    row. "ranks": results and gradients have the same bits on any number of ranks, too, in any layout, batch and plan,
+    on the backend "reference" (docs/reliability.md). In training and prefill sums are cut by positions, and ranks merge
+    no partial results: keys and values are gathered (a grid of one row), heads exchanged, or both, and in the backward
+    queries are gathered, too. Decoding adds up integers. What can't is refused."""
 
     def __post_init__(self):
         for name, choices in _CHOICES.items():
@@ -195,7 +195,9 @@ _CHOICES = {
     "deterministic": (False, True, "ranks"),
     "tune": (False, True),
 }
-_SAME_BITS = {"schedule": "'grid'", "backend": "'reference'"} | dict.fromkeys(("grid", "grid_backward"), "one row, (1, n)")
+_SAME_BITS = {"schedule": "'grid'", "backend": "'reference'"} | dict.fromkeys(
+    ("grid", "grid_backward"), "one row, (1, n)"
+)
 _WITHOUT_MEANING = {"ring": ("grid", "grid_backward", "head_chunks"), "cast": ("grid", "grid_backward")}
 
 

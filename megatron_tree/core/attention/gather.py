@@ -1,4 +1,4 @@
-"""The schedule of `TreeConfig(deterministic="ranks")`: rows are gathered, and no partial result is merged between ranks.
+"""The schedule of `TreeConfig(deterministic="ranks")`: rows are gathered, and ranks merge no partial results.
 
 In the forward a rank has all keys, and attends with its own queries. In the backward it has all queries, too: it
 computes dq of its own queries, and dk and dv of its own keys. So every row of a result is computed on one rank, from

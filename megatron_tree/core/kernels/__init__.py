@@ -10,13 +10,15 @@ from .backends import (
     choose,
     merge_packed,
 )
+from .fixed_point import FixedPoint
 from .index import best_keys, index_scores
-from .leaves import sum_rows
 from .kv_cache import KVCache, SharedPages
+from .leaves import sum_rows
 
 __all__ = [
     "ACCELERATORS",
     "Backend",
+    "FixedPoint",
     "KVCache",
     "SharedPages",
     "attn_bwd",

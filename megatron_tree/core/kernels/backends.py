@@ -149,7 +149,7 @@ def choose(
     """
     needs = dict(flowing_lse=flowing_lse, masked=masked, decodes=decodes, selects=selects)
     if spec.deterministic == "ranks":
-        return _leaf_by_leaf(decodes, selects)
+        return _of_any_ranks(q.dtype, decodes, selects)
     if backend != "auto":
         what = _unsupported(backend, q, k, v, spec, **needs)
         if what:
@@ -180,16 +180,14 @@ def _chosen(name: str, reason: str) -> Backend:
     return Backend(name, reason, _module(name))
 
 
-def _leaf_by_leaf(decodes: bool, selects: bool) -> Backend:
+def _of_any_ranks(dtype: torch.dtype, decodes: bool, selects: bool) -> Backend:
     """The backend whose bits depend on no number of ranks."""
-    if decodes or selects:
-        what = "a KV cache" if decodes else "selected keys"
-        raise ValueError(
-            f"deterministic='ranks' is for training without selected keys: with {what}, use deterministic=True"
-        )
-    reason = "deterministic='ranks' needs products of one shape"
-    say_once(f"attention backend reference, leaf by leaf: {reason}")
-    return Backend("reference", reason, leaves)
+    if selects or (decodes and dtype == torch.float64):
+        what = "selected keys in training and prefill" if selects else "decoding in float64"
+        raise ValueError(f"deterministic='ranks' does not take {what}: use deterministic=True")
+    how = "in fixed point" if decodes else "leaf by leaf"
+    say_once(f"attention backend reference, {how}: deterministic='ranks'")
+    return Backend("reference", "deterministic='ranks'", leaves)
 
 
 def _unsupported(name: str, q, k, v, spec: AttnSpec, *, selects: bool, **needs: bool) -> str | None:

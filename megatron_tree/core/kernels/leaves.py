@@ -110,7 +110,9 @@ class _Leaves:
 
     def cut(self, x: Tensor, num_heads_kv: int) -> Tensor:
         """[leaves, b, num_heads_kv, LEAF, heads of a KV head, d] of x [b, s, heads, d], in the dtype of states."""
-        x = torch.cat((x, x.new_zeros(x.shape[0], 1, *x.shape[2:])), 1).index_select(1, self.rows.flatten().to(x.device))
+        x = torch.cat((x, x.new_zeros(x.shape[0], 1, *x.shape[2:])), 1).index_select(
+            1, self.rows.flatten().to(x.device)
+        )
         x = x.unflatten(1, self.rows.shape).unflatten(3, (num_heads_kv, -1)).to(state_dtype(x.dtype))
         return x.permute(1, 0, 3, 4, 2, 5).contiguous().transpose(3, 4)  # a KV head's queries, head by head
 

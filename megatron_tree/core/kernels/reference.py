@@ -125,7 +125,8 @@ def grads_of(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dq, dk and dv of a block, dense under the mask keep; tensors are in the dtype of states.
 
-    weights: dropout's factors of the values, [b, n, g, s_q, s_k]. of_queries, of_keys: whether dq, and dk and dv, are asked for.
+    weights: dropout's factors of the values, [b, n, g, s_q, s_k]. of_queries, of_keys: whether dq, and dk and dv, are
+    asked for.
     """
     group, dq, dk, dv = (k.shape[2], q.shape[2] // k.shape[2]), None, None, None
     lse, delta = (x.unflatten(1, group).unsqueeze(-1).to(q.dtype) for x in (lse, delta))
