@@ -78,12 +78,13 @@ class AttentionCall:
             mask=self.mask,
             topology=network.topology,
             placement=network.placement,
-            schedule="gather" if config.deterministic == "ranks" else config.schedule,
+            schedule=config.schedule,
             ulysses_size=config.ulysses_size if self.selected is None else 1,
             grid=config.grid,
             grid_backward=config.grid_backward,
             head_chunks=config.head_chunks,
             memory_budget=config.memory_budget,
+            deterministic=config.deterministic,
         )
         return plan_training(self.queries.world, self.shape, **options | others)
 

@@ -54,17 +54,18 @@ class Backend:
             return attend(q, k, v, **call, out_dtype=out_dtype)
         return ranges.attn_fwd(attend, q, k, v, **call, out_dim=self.out_dim(v))
 
-    def attn_bwd(self, dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec, **selected):
+    def attn_bwd(self, dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec, **others):
         """This block's share of the gradients, equations (5) to (7), from the *global* statistics: sums over blocks are
         exact.
 
-        Args: dout [b, s_q, h, d_v]; lse and delta [b, h, s_q] fp32, delta = rowsum(dout * out) - dlse.
+        Args: dout [b, s_q, h, d_v]; lse and delta [b, h, s_q] fp32, delta = rowsum(dout * out) - dlse; selected as of
+        `attn_fwd`, and own of leaves.py.
         Returns: dq [b, s_q, h, d], dk [b, s_k, h_kv, d], dv [b, s_k, h_kv, d_v] in fp32 (float64 for float64).
         """
         derive = self.module.attn_bwd_jvp if self.dual else self.module.attn_bwd
         if spec.ranges is not None:
             derive = functools.partial(ranges.attn_bwd, derive)
-        call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec, **selected)
+        call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec, **others)
         return derive(dout, q, k, v, lse, delta, **call)
 
     def for_duals(self, dtype: torch.dtype, width: int) -> Backend:

@@ -57,12 +57,12 @@ def plan_training(
     grid_backward: tuple[int, int] | None = None,
     head_chunks: int | None = None,
     memory_budget: int | None = None,
+    deterministic: bool | str = False,
 ) -> TrainingPlan:
     """The plan of one attention call and its gradient over `world` ranks; the options are those of `TreeConfig`.
 
     Args:
         shape: heads and their sizes on one rank.
-        schedule: that of `TreeConfig`, or "gather".
         batch, seq_len, seq_len_kv: of the call, with all tokens of the sequence; seq_len_kv (default seq_len): of cross
             attention's keys.
         visible_fraction: of the (query, key) pairs within one document and the window, before the causal mask.
@@ -92,7 +92,7 @@ def plan_training(
     )
     weigh = _Weigher(placed, shape, sizes, (grid, grid_backward or grid), head_chunks, memory_budget, mask)
     splits = weigh.head_placements(ulysses_size)
-    if schedule == "gather":
+    if deterministic == "ranks":
         grids_of, rings_of = weigh.gathers(splits), []
     else:
         grids_of = [weigh.grids(heads, schedule) for heads in splits]

@@ -38,6 +38,8 @@ PINS: dict[str, Callable[[Machines], dict]] = {
     "auto": lambda m: {},
 }
 """Our schedules, by name: options of `TreeConfig` and of the planner on these machines."""
+TRAINING = PINS | {"same_bits": lambda m: dict(deterministic="ranks")}
+"""Those that train; not all have tangents."""
 DERIVATIVES = 3.0  # their errors may be larger by this factor: dout.v - delta and r - mu out cancel
 ORACLE_STRIP = 256  # queries at a time, in float64
 EXAMPLES = """\
@@ -50,7 +52,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    cases.add_arguments(parser, "train", (*PINS, *TRAIN, *JVP))
+    cases.add_arguments(parser, "train", (*TRAINING, *TRAIN, *JVP))
     parser.add_argument("--pass", dest="passes", choices=("training", "jvp"), default="training", help="training: "
         "forward and backward (default); jvp: a forward with tangents")  # fmt: skip
 
@@ -104,7 +106,7 @@ class TrainBench(Bench):
     """A forward and a backward, on this rank's share of the inputs."""
 
     shared = Whole
-    ours = tuple(PINS)
+    ours = tuple(TRAINING)
     rivals = TRAIN
     missing = staticmethod(no_torch_ring)
 
@@ -124,7 +126,7 @@ class TrainBench(Bench):
 
     def attend(self, contender: str, *qkv: Tensor) -> Tensor:
         """out of one of `ours`."""
-        config = TreeConfig(topology=self.topology, tune=False, **PINS[contender](self.case.machines))
+        config = TreeConfig(topology=self.topology, tune=False, **TRAINING[contender](self.case.machines))
         return tree_attn_func(*qkv, cp_group=self.group, config=config)
 
     def step(self, contender: str, laps: Laps) -> tuple[Tensor, ...]:
@@ -216,6 +218,7 @@ class JvpBench(TrainBench):
     """A forward with tangents."""
 
     shared = WholeWithTangents
+    ours = tuple(PINS)
     rivals = JVP
     missing = staticmethod(lambda: None)
 
@@ -260,5 +263,5 @@ def _plan(case: Case, topology: Topology, contender: str, **derivatives: bool) -
     shape = Shape(case.num_heads, case.num_heads_kv, case.head_dim, case.head_dim)
     call = dict(batch=1, seq_len=case.seq_len, bytes_per_word=DTYPES[case.dtype].itemsize)
     where = dict(topology=topology, placement=place(topology, case.machines.hosts))
-    pins = PINS[contender](case.machines)
+    pins = TRAINING[contender](case.machines)
     return plan_training(case.machines.ranks, shape, **call, **where, **derivatives, **pins)
