@@ -168,18 +168,25 @@ class _Rows:
     dim: int
     scale: int
 
+    def _axis(self, whole: Tensor, mine: Tensor) -> int | None:
+        """Along which tokens lie: `dim`, or where a batch is missing the axis that is sharded; None: along none."""
+        if whole.dim() > self.dim and whole.shape[self.dim] == self.total:
+            return self.dim
+        sizes = [*zip(whole.shape, mine.shape)]
+        return sizes.index(sharded) if (sharded := (self.total, len(self.positions))) in sizes else None
+
     def difference(self, name: str, whole: Tensor | None, mine: Tensor | None) -> tuple[float, int, float]:
         """(error relative to the largest entry, first position that differs or -1, the default tolerance)."""
         if whole is None or mine is None:
             return (0.0 if whole is mine else math.inf), -1, 0.0
         size = whole.abs().max().double().clamp(min=torch.finfo(torch.float64).tiny) if whole.numel() else 1.0
         limit, tokens = math.sqrt(torch.finfo(whole.dtype).eps), None
-        if whole.dim() > self.dim and whole.shape[self.dim] == self.total:
+        if (axis := self._axis(whole, mine)) is not None:
             held = self.positions >= 0
-            if mine.dim() != whole.dim() or mine.shape[self.dim] != len(held):
+            if mine.dim() != whole.dim() or mine.shape[axis] != len(held):
                 return math.inf, -1, limit
             tokens = self.positions[held]
-            whole, mine = whole.movedim(self.dim, 0)[tokens], mine.movedim(self.dim, 0)[held]
+            whole, mine = whole.movedim(axis, 0)[tokens], mine.movedim(axis, 0)[held]
             mine = mine / self.scale if name.startswith("gradient at") else mine
         if whole.shape != mine.shape:
             return math.inf, -1, limit
