@@ -450,6 +450,16 @@ def test_tangents_are_refused():
     config = TreeConfig(deterministic="ranks")
     with pytest.raises(ValueError, match="deterministic='ranks' has first derivatives only"):
         torch.func.jvp(lambda x: tree_attn_func(x, k, v, cp_group=None, config=config), (q,), (q,))
+    single = [x.float() for x in (q[:, :1], k, v)]
+    for call in (tree_decode, tree_prefill):
+        more = {} if call is tree_decode else dict(shares=[[(7, 1)]], key_segments=[(0, 0, 8)])
+        with pytest.raises(ValueError, match="q has a tangent"):
+            torch.func.jvp(
+                lambda x, call=call, more=more: call(x, *single[1:], cp_group=None, config=config, **more),
+                (single[0],),
+                (single[0],),
+            )
+    assert tree_decode(*(x[:0] for x in single), cp_group=None, config=config).shape == (0, 1, 2, 8)
     q.requires_grad_()
     (grad,) = torch.autograd.grad(
         tree_attn_func(q, k, v, cp_group=None, config=config).square().sum(), q, create_graph=True

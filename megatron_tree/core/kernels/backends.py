@@ -186,9 +186,9 @@ def _of_any_ranks(dtype: torch.dtype, decodes: bool, selects: bool) -> Backend:
     if selects or (decodes and dtype == torch.float64):
         what = "selected keys in training and prefill" if selects else "decoding in float64"
         raise ValueError(f"deterministic='ranks' does not take {what}: use deterministic=True")
-    how = "in fixed point" if decodes else "leaf by leaf"
-    say_once(f"attention backend reference, {how}: deterministic='ranks'")
-    return Backend("reference", "deterministic='ranks'", leaves)
+    name, reason = f"reference, {'in fixed point' if decodes else 'leaf by leaf'}", "deterministic='ranks'"
+    say_once(f"attention backend {name}: {reason}")
+    return Backend(name, reason, leaves)
 
 
 def _unsupported(name: str, q, k, v, spec: AttnSpec, *, selects: bool, **needs: bool) -> str | None:

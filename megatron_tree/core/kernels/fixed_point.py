@@ -25,7 +25,8 @@ CHUNK = 2048  # slots: 2^42 each, 2^53 together
 class FixedPoint:
     """The part of a decode call of one rank: q [b, s_q, h, d] over its slots.
 
-    `largest` is to be reduced by its maximum over the ranks, then `terms` by its sum.
+    `largest` is to be reduced by its maximum over the ranks, then `terms` by its sum. A NaN becomes a NaN of its query,
+    or of its column.
     """
 
     def __init__(self, q: Tensor, cache: KVCache, spec: AttnSpec):
@@ -34,18 +35,17 @@ class FixedPoint:
             q, cache = q.flatten(0, 1)[:, None], cache.with_selected(slice(None), q.dtype)
         self._parts: list[list[tuple[Tensor, Tensor]]] = []
         """Of each row, by chunk: logits [h_kv, g * s_q, n] and values [h_kv, n, d_v], fp32."""
-        h_kv, largest = cache.k.shape[2], []
+        h_kv, columns = cache.k.shape[2], q.shape[2] // cache.k.shape[2] * q.shape[1]
+        self.largest = q.new_full((q.shape[0], h_kv, columns + self._shape[-1]), NEG_INF, dtype=torch.float32)
+        """[rows, h_kv, g * s_q + d_v]: of the logits of each query, and of the values of each column."""
         for i in range(q.shape[0]):
             row = cache.row(i, q.dtype).without_padding()
             self._parts.append(list(_parts(q[i : i + 1].float(), row, spec.batch_row(i))))
-            logits = q.new_full((h_kv, q.shape[2] // h_kv * q.shape[1]), NEG_INF, dtype=torch.float32)
-            values = logits.new_zeros(h_kv, self._shape[-1])
             for s, v in self._parts[-1]:
-                logits, values = torch.maximum(logits, s.amax(-1)), torch.maximum(values, v.abs().amax(1))
-            # infinite where one is NaN, which the maximum over ranks may lose
-            largest.append(torch.cat((logits, values), 1).nan_to_num(torch.inf, torch.inf, NEG_INF))
-        self.largest = torch.stack(largest) if largest else q.new_zeros(0, h_kv, 0, dtype=torch.float32)
-        """fp32 [rows, h_kv, g * s_q + d_v]: of the logits of each query, and of the values of each column."""
+                largest = torch.cat((s.amax(-1), v.abs().amax(1)), 1)
+                torch.maximum(self.largest[i], largest, out=self.largest[i])
+        # infinite where one is NaN, which the maximum over ranks may lose
+        self.largest.nan_to_num_(torch.inf, torch.inf, NEG_INF)
 
     def terms(self, largest: Tensor) -> Tensor:
         """int64 [rows, h_kv, g * s_q, 2 * d_v + 1]: both halves of the numerator, and the denominator."""
@@ -53,7 +53,7 @@ class FixedPoint:
         terms = torch.zeros((*largest.shape[:2], largest.shape[2] - d_v, 2 * d_v + 1), dtype=torch.int64)
         terms = terms.to(largest.device)
         for row, parts, of_row in zip(terms, self._parts, largest):
-            top, columns = finite(of_row[:, :-d_v, None]), _nonzero(of_row[:, None, -d_v:])
+            top, columns = finite(of_row[:, :-d_v, None]), _sizes(of_row[:, None, -d_v:])
             for s, v in parts:
                 weights = (torch.exp(s - top).double() * 2.0 ** (2 * BITS)).round()
                 high = (weights * 2.0**-BITS).floor()
@@ -65,12 +65,13 @@ class FixedPoint:
         """The packed state [b, s_q, h, d_v + 1] of the sums over all ranks."""
         b, s_q, h, d_v = self._shape
         high, low, den = terms.double().split((d_v, d_v, 1), -1)
-        columns, top = largest[:, :, None, -d_v:].double(), largest[:, :, :-d_v, None].double()
+        columns, top = _sizes(largest[:, :, None, -d_v:]).double(), largest[:, :, :-d_v, None].double()
         out = (high * 2.0**BITS + low) * 2.0**-BITS / den.clamp(min=1) * columns
         out = out.masked_fill(columns.isinf() | top.isposinf(), torch.nan)
         lse = (top + torch.log(den * 2.0 ** (-2 * BITS))).masked_fill(top.isposinf(), torch.nan)
         packed = torch.cat((out, lse), -1).float()  # [rows, h_kv, g * s_q, d_v + 1], or with selected slots s_q rows
-        packed = packed.unflatten(2, (h // packed.shape[1], -1)).permute(0, 3, 1, 2, 4)
+        queries = h // packed.shape[1]  # of a KV head
+        packed = packed.unflatten(2, (queries, packed.shape[2] // queries)).permute(0, 3, 1, 2, 4)
         return packed.reshape(b, s_q, h, d_v + 1)
 
 
@@ -97,5 +98,6 @@ def _parts(q: Tensor, cache: KVCache, spec: AttnSpec) -> Iterator[tuple[Tensor, 
         yield s.flatten(1, 2), v
 
 
-def _nonzero(x: Tensor) -> Tensor:
-    return torch.where(x == 0, 1.0, x)
+def _sizes(x: Tensor) -> Tensor:
+    """By what values are divided: the largest of a column, 1 where there is none but 0."""
+    return torch.where(x <= 0, 1.0, x)
