@@ -93,6 +93,34 @@ def test_a_right_step_has_no_difference(rank, world):
     assert found.bits is None or found.bits.error < 1e-6
 
 
+@on_ranks(2, timeout=120)
+def test_a_step_of_transformers(rank):
+    """Every layer's output has the same bits if torch's products of fewer rows have; the loss is a sum over ranks."""
+    transformers = pytest.importorskip("transformers")
+    from megatron_tree.integrations.transformers.train.batch_shards import shard_batch
+    from megatron_tree.integrations.transformers.train.train_on_shards import train_on_shards
+
+    torch.manual_seed(0)
+    shape = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+    config = transformers.LlamaConfig(vocab_size=100, num_key_value_heads=2, max_position_embeddings=512, **shape)
+    model = transformers.LlamaForCausalLM(config)
+    train_on_shards(model)
+    ids, group = torch.randint(100, (2, 288)), dist.group.WORLD
+
+    def step(cp_group):
+        shard = shard_batch(
+            dict(input_ids=ids, labels=ids), cp_group=cp_group, tree_config=TreeConfig(deterministic="ranks")
+        )
+        loss = model(**shard).loss
+        loss.backward()
+        return loss
+
+    positions = shard_positions(288, rank, 2)
+    found = compare_with_one_rank(model, lambda: step(None), lambda: step(group), positions=positions, cp_group=group)
+    assert found.values is None, str(found.values)
+    assert found.bits is None or found.bits.error < 1e-6, str(found.bits)
+
+
 FAULTS = {
     "attention to this rank's shard only": (dict(options=dict(cp_group=None)), "output of blocks.0.attention.o"),
     "the whole sequence on every rank": ({"nothing is sharded": True}, "output of tokens"),

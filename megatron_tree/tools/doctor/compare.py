@@ -62,8 +62,8 @@ def compare_with_one_rank(
     """Run a step twice, whole on every rank and sharded over them, and find the first layer that differs. Collective.
 
     Outputs of modules are compared in the order of the forward, then the loss, then the gradients of these outputs in
-    the order of the backward, then those of parameters. Take a short sequence, and no dropout: the whole step must fit
-    one rank, and every output is kept.
+    the order of the backward, then those of parameters. Take a short sequence, without dropout and tiles
+    (`mlp_tile`): the whole step must fit one rank, and every output is kept.
 
     Args:
         model: the module; its gradients are set to None before and after.
