@@ -167,8 +167,10 @@ def grid_plan(
     if schedule == "gather":
         along, back = along + down * backward, 0
         compute *= (7 - 2 / b) / 5 if backward else 1  # three products for dq, four for dk and dv, both together five
-        results = sizes.q + sizes.kv if backward else 0
-        buffers = b * (min(chunks, 2) * along + results * sizes.widening) / chunks if b > 1 else 0.0
+        leaves = b * sizes.kv + sizes.q + 2 * sizes.o  # copies in fp32, and results twice
+        if backward:
+            leaves = b * (3 * (sizes.q + sizes.kv) + sizes.o)
+        buffers = (b * min(chunks, 2) * along * (b > 1) + leaves * sizes.widening) / chunks
     local_s = compute / (a * b) if local_first else 0.0
     rest_s = (compute - local_s + _copying(placed, sizes, arrangement.grid, backward)) / chunks
     rest_s += placed.topology.chunk_s if placed.world > 1 else 0.0
