@@ -31,7 +31,7 @@ from megatron_tree.core.plan import default_topology, place, plan_training
 from megatron_tree.core.plan.plans import Shape
 from megatron_tree.core.spec import AttnSpec, Dropout
 from support.attention import distances, make_inputs, make_sinks, seen_in
-from support.decoding import decode_inputs, decode_oracle
+from support.decoding import decode_inputs, decode_oracle, same_everywhere
 from support.ranks import as_launched, on_ranks, run_distributed
 from support.rounding import assert_near
 
@@ -382,6 +382,33 @@ def test_prompts_over_a_cache_have_the_bits_of_training():
         for found in by_rank[:world]:
             positions, part = found[world]
             assert torch.equal(part, out[:, positions]), world
+
+
+@on_ranks(2, timeout=120)
+def test_a_model_with_a_sharded_cache(rank):
+    """Prompt and steps of a Llama, whose dense layers round on their own: its logits are those of one rank."""
+    transformers = pytest.importorskip("transformers")
+    from megatron_tree.integrations.transformers import TreeCache
+    from megatron_tree.integrations.transformers.infer.runner import Runner
+
+    torch.manual_seed(0)
+    shape = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
+    config = transformers.LlamaConfig(vocab_size=100, num_key_value_heads=2, max_position_embeddings=512, **shape)
+    model, prompt = transformers.LlamaForCausalLM(config).eval(), torch.randint(100, (300,))
+    model.set_attn_implementation("tree")
+
+    def logits(group):
+        tree_config = TreeConfig(deterministic="ranks")
+        runner = Runner(model, TreeCache(model.config, cp_group=group, page_size=16, tree_config=tree_config))
+        row = runner.add()
+        return torch.stack(
+            [runner.prefill(row, prompt).view(-1)]
+            + [runner.step([row], prompt[i].view(1, 1)).view(-1) for i in range(3)]
+        )
+
+    found = logits(dist.group.WORLD)
+    assert same_everywhere(found)
+    assert_near(found, logits(None), 300)
 
 
 def _printed(rank, world, program):

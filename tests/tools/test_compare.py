@@ -156,3 +156,6 @@ def test_bad_arguments(rank):
         compare_with_one_rank(model, positions=torch.arange(2), gradients="max", **steps)
     with pytest.raises(ValueError, match="positions end at 1, but the ranks hold 4 tokens"):
         compare_with_one_rank(model, positions=torch.arange(2), **steps)
+    steps["alone"] = lambda: model(torch.zeros(2)).sum() if rank else torch.zeros(())
+    with pytest.raises(ValueError, match="runs other modules on some ranks"):
+        compare_with_one_rank(nn.Sequential(model), positions=torch.arange(2) * 2 + rank, **steps)

@@ -80,22 +80,24 @@ def compare_with_one_rank(
     """
     if gradients not in GRADIENTS:
         raise ValueError(f"gradients={gradients!r} must be 'mean' or 'sum'")
+    mean = gradients == "mean"
     ranks = Ranks.of(process_group(cp_group), positions.device, TreeConfig())
     count = ranks.sum(torch.tensor([int((positions >= 0).sum())], device=positions.device))
     total = int(count)
-    last = int(ranks.reduce(positions.max()[None].clone(), "max"))
+    last = int(ranks.reduce(torch.cat((positions, positions.new_tensor([-1]))).max()[None], "max"))
     if last != total - 1:
         raise ValueError(f"positions end at {last}, but the ranks hold {total} tokens: pass each token's position once")
     of_one, of_all = (_Record.of(model, step) for step in (alone, sharded))
-    rows = _Rows(positions, total, dim, ranks.size if gradients == "mean" else 1)
+    gradients_of_one = {name: grad for name, grad in of_one.parameters.items() if grad is not None}
+    names, rows = [*of_one.tensors, *gradients_of_one], _Rows(positions, total, dim, ranks.size if mean else 1)
+    most, least = ranks.reduce(torch.tensor([len(names), -len(names)], device=positions.device), "max").tolist()
+    if most != -least:
+        raise ValueError("alone() runs other modules on some ranks: give all ranks the same whole batch")
     found = [rows.difference(name, x, of_all.tensors.get(name)) for name, x in of_one.tensors.items()]
-    for name, grad in of_one.parameters.items():
+    for name, grad in gradients_of_one.items():
         mine = of_all.parameters[name]
         summed = ranks.sum((torch.zeros_like(grad) if mine is None else mine).contiguous()) / rows.scale
         found.append(rows.difference(name, grad, summed))
-    names = [*of_one.tensors, *of_one.parameters]
-    if int(ranks.reduce(torch.tensor([len(names)], device=positions.device), "max")) != len(names):
-        raise ValueError("alone() runs other modules on some ranks: give all ranks the same whole batch")
     table = torch.tensor(found, dtype=torch.float64, device=positions.device).view(1, -1, 3)
     table = ranks.gather(table)  # [ranks, names, (error, position, tolerance)]
     limit = table[..., 2] if tolerance is None else torch.full_like(table[..., 2], tolerance)
@@ -175,10 +177,10 @@ class _Rows:
         sizes = [*zip(whole.shape, mine.shape)]
         return sizes.index(sharded) if (sharded := (self.total, len(self.positions))) in sizes else None
 
-    def difference(self, name: str, whole: Tensor | None, mine: Tensor | None) -> tuple[float, int, float]:
+    def difference(self, name: str, whole: Tensor, mine: Tensor | None) -> tuple[float, int, float]:
         """(error relative to the largest entry, first position that differs or -1, the default tolerance)."""
-        if whole is None or mine is None:
-            return (0.0 if whole is mine else math.inf), -1, 0.0
+        if mine is None:  # the module was not called, or its output has no gradient
+            return math.inf, -1, 0.0
         size = whole.abs().max().double().clamp(min=torch.finfo(torch.float64).tiny) if whole.numel() else 1.0
         limit, tokens = math.sqrt(torch.finfo(whole.dtype).eps), None
         if (axis := self._axis(whole, mine)) is not None:
