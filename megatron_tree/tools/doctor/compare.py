@@ -36,7 +36,11 @@ class Difference:
 
     def __str__(self) -> str:
         token = f", first at position {self.position}" if self.position >= 0 else ""
-        how = "has another shape" if math.isinf(self.error) else f"differs by {self.error:.1e} of its largest entry"
+        how = (
+            "is missing, not finite or has another shape"
+            if math.isinf(self.error)
+            else f"differs by {self.error:.1e} of its largest entry"
+        )
         return f"{self.where} {how} on ranks {', '.join(map(str, self.ranks))}{token}"
 
 
