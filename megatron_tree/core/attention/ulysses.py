@@ -64,11 +64,11 @@ class _Pass:
 
     def __init__(self, call: PlannedAttention, plan: PassPlan):
         team = call.head_team(plan)
-        split = HeadSplit.of(*call.shape[:2], team.size)
+        self.gathers = plan.schedule == "gather"
+        split = HeadSplit.of(*call.shape[:2], team.size, whole=self.gathers)
         self.exchange = HeadExchange(split, team, (call.queries.rows, call.keys.rows))
         self.call, self.chunks = call, self.exchange.chunks(plan.head_chunks, call.spec)
         self.cell = None if plan.schedule == "ring" else call.cell(plan)
-        self.gathers = plan.schedule == "gather"
 
 
 class _Chunk(Stages):

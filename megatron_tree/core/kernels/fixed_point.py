@@ -57,7 +57,7 @@ class FixedPoint:
             for s, v in parts:
                 weights = (torch.exp(s - top).double() * 2.0 ** (2 * BITS)).round()
                 high = (weights * 2.0**-BITS).floor()
-                low, v = weights - high * 2.0**BITS, (v / columns).double().mul(2.0**BITS).round()
+                low, v = weights - high * 2.0**BITS, (v / columns * 2.0**BITS).round().double()
                 row += torch.cat((high @ v, low @ v, weights.sum(-1, keepdim=True)), -1).long()
         return terms
 

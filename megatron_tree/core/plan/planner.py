@@ -90,10 +90,11 @@ def plan_training(
         with_lse=with_lse,
         dual=dual,
     )
-    weigh = _Weigher(placed, shape, sizes, (grid, grid_backward or grid), head_chunks, memory_budget, mask)
+    gathers = deterministic == "ranks"
+    weigh = _Weigher(placed, shape, sizes, (grid, grid_backward or grid), head_chunks, memory_budget, mask, gathers)
     splits = weigh.head_placements(ulysses_size)
-    if deterministic == "ranks":
-        grids_of, rings_of = weigh.gathers(splits), []
+    if gathers:
+        grids_of, rings_of = [weigh.gather(heads) for heads in splits], []
     else:
         grids_of = [weigh.grids(heads, schedule) for heads in splits]
         rings_of = [weigh.rings(heads, alone=schedule == "ring" or world == 1) for heads in splits]
@@ -126,6 +127,8 @@ class _Weigher:
     head_chunks: int | None
     budget: int | None
     mask: Mask | None
+    whole_heads: bool
+    """Whether an exchange of heads leaves all query heads of a KV head on one rank."""
 
     def head_placements(self, ulysses_size: int | None) -> list[tuple[int, int]]:
         """Every (across nodes, inside a node) of ranks that may exchange heads, the smallest u first."""
@@ -161,30 +164,17 @@ class _Weigher:
             by_pass.append([choose_head_chunks(variants, self.budget) for variants in weighed])
         return by_pass
 
-    def gathers(self, splits: list[tuple[int, int]]) -> list[list[list[PassPlan]]]:
-        """Of every exchange of heads that leaves a KV head's query heads on one rank: the gather of all rows, forward
-        and backward."""
-        options = []
-        for heads in splits:
-            u = heads[0] * heads[1]
-            split, cells, block = self._split(u), self.placed.world // u, self.placed.block
-            if split.copies > 1:
-                continue
-            for name, pinned in zip(("grid", "grid_backward"), self.pinned):
-                if pinned is not None:
-                    check_grid(pinned, cells, name, u)
-            call = self.placed, self.sizes, Arrangement(heads, (1, cells), (1, block // heads[1]), block), split
-            weighed = (
-                [grid_plan(*call, n, backward, local_first=False, schedule="gather") for n in self._head_chunks(split)]
-                for backward in (False, True)
-            )
-            options.append([[choose_head_chunks(variants, self.budget)] for variants in weighed])
-        if not options:
-            raise ValueError(
-                f"ulysses_size={splits[0][0] * splits[0][1]} puts query heads of one KV head on several ranks, which "
-                f"deterministic='ranks' rules out: choose at most {self.shape.num_heads_kv}, or leave it out"
-            )
-        return options
+    def gather(self, heads: tuple[int, int]) -> list[list[PassPlan]]:
+        """The gather of all rows by the ranks with the same heads, forward and backward."""
+        u = heads[0] * heads[1]
+        split, cells, block = self._split(u), self.placed.world // u, self.placed.block
+        for name, pinned in zip(("grid", "grid_backward"), self.pinned):
+            if pinned is not None:
+                check_grid(pinned, cells, name, u)
+        call = self.placed, self.sizes, Arrangement(heads, (1, cells), (1, block // heads[1]), block), split
+        options, chunks = dict(local_first=False, schedule="gather"), self._head_chunks(split)
+        weighed = ([grid_plan(*call, n, backward, **options) for n in chunks] for backward in (False, True))
+        return [[choose_head_chunks(variants, self.budget)] for variants in weighed]
 
     def rings(self, heads: tuple[int, int], *, alone: bool) -> list[list[PassPlan]]:
         """The ring of the ranks with the same heads, forward and backward. alone: also a ring of one rank, which is
@@ -207,7 +197,7 @@ class _Weigher:
         return [n for n in range(1, MAX_HEAD_CHUNKS + 1) if split.n % n == 0] if self.placed.world > 1 else [1]
 
     def _split(self, u: int) -> HeadSplit:
-        return HeadSplit.of(self.shape.num_heads, self.shape.num_heads_kv, u)
+        return HeadSplit.of(self.shape.num_heads, self.shape.num_heads_kv, u, whole=self.whole_heads)
 
 
 @lru_cache(maxsize=4096)
