@@ -2,8 +2,8 @@
 
 This is the paper's Algorithm 3 (arXiv 2408.04093), the maximum of logits over ranks and then the sum of numerators and
 denominators, with weights and values as integers. A weight is exp(logit - largest logit) in steps of 2^-42, a value is
-in steps of 2^-21 of the largest one of its column: fp32's accuracy relative to these. Products are exact in float64, in
-which `CHUNK` of them can be added up, and sums of 2^21 slots fit into int64.
+in steps of 2^-21 of the largest one of its column: fp32's accuracy relative to these. Products and the sums of a chunk
+are exact in float64, and sums of 2^21 slots fit into int64.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .kv_cache import KVCache
 from .masks import alibi_bias
 
 BITS = 21  # of a value, and of each half of a weight
-CHUNK = 2048  # slots: 2^42 each, 2^53 together
+CHUNK = 512  # slots at a time; sums of up to 2048 products below 2^42 are exact in float64
 
 
 class FixedPoint:
