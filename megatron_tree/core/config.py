@@ -139,13 +139,17 @@ class TreeConfig:
     If it finds one, every rank raises a ``ValueError`` with rank, tensor and index. Padding is ignored. For debugging:
     it reads every tensor once more and synchronizes the device."""
 
-    deterministic: bool = False
-    """The same inputs give the same bits in every run, and a row of a decode batch gives the same bits alone and in a
-    batch, provided that the schedule is the same (name one: "auto" may depend on the batch), and on a CPU the number of
-    threads and the vector instructions (aten and reference leave sums to torch and MKL). What can't guarantee this
-    is refused, and excluded by "auto": libraries and aten's CUDA kernels, whose backward sums in any order and whose
-    decode splits by batch size; the decode schedule "allreduce", whose summation order is up to the backend. Decoding
-    is slower: Triton's kernels split the keys every 1024 whatever the batch size, the others attend row by row."""
+    deterministic: bool | str = False
+    """True: the same inputs give the same bits in every run, and a row of a decode batch gives the same bits alone and
+    in a batch, provided that the schedule is the same (name one: "auto" may depend on the batch), and on a CPU the
+    number of threads and the vector instructions (aten and reference leave sums to torch and MKL). What can't guarantee
+    this is refused, and excluded by "auto": libraries and aten's CUDA kernels, whose backward sums in any order and
+    whose decode splits by batch size; the decode schedule "allreduce", whose summation order is up to the backend.
+    Decoding is slower: Triton's kernels split the keys every 1024 whatever the batch size, the others attend row by
+    row. "ranks": results and gradients have the same bits on any number of ranks, too, in any layout, batch and plan,
+    on the backend "reference" (docs/reliability.md). In training and prefill sums are cut by positions, and ranks merge
+    no partial results: keys and values are gathered (a grid of one row), heads exchanged, or both, and in the backward
+    queries are gathered, too. Decoding adds up integers. What can't is refused."""
 
     def __post_init__(self):
         for name, choices in _CHOICES.items():
@@ -168,6 +172,18 @@ class TreeConfig:
                 raise ValueError(
                     f"{name}={value!r} has no meaning with schedule={self.schedule!r}: leave one of the two out"
                 )
+        if self.deterministic == "ranks":
+            self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        """Raise ``ValueError`` for what gives other bits on other numbers of ranks."""
+        refused = {"schedule": self.schedule in ("cast", "ring"), "backend": self.backend not in ("auto", "reference")}
+        refused |= {name: (getattr(self, name) or (1, 1))[0] > 1 for name in ("grid", "grid_backward")}
+        if wrong := next((name for name, refuses in refused.items() if refuses), None):
+            raise ValueError(
+                f"{wrong}={getattr(self, wrong)!r} gives other bits on another number of ranks, which "
+                f"deterministic='ranks' rules out: choose {_SAME_BITS[wrong]}, or leave {wrong} out"
+            )
 
 
 _CHOICES = {
@@ -176,9 +192,12 @@ _CHOICES = {
     "comm_dtype": COMM_DTYPES,
     "check": CHECKS,
     "transport": TRANSPORTS,
-    "deterministic": (False, True),
+    "deterministic": (False, True, "ranks"),
     "tune": (False, True),
 }
+_SAME_BITS = {"schedule": "'grid'", "backend": "'reference'"} | dict.fromkeys(
+    ("grid", "grid_backward"), "one row, (1, n)"
+)
 _WITHOUT_MEANING = {"ring": ("grid", "grid_backward", "head_chunks"), "cast": ("grid", "grid_backward")}
 
 

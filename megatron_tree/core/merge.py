@@ -19,15 +19,19 @@ positions, (M2, U2) after (M1, U1) is (M2 M1, M2 U1 + U2), so it takes a scan (d
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 NEG_INF = float("-inf")
+T = TypeVar("T")
 
 State = tuple[Tensor, Tensor]
 """(out, lse)."""
@@ -84,6 +88,22 @@ def merge_into(acc: State, part: State) -> None:
     acc_out.mul_(_over_rows(kept))
     acc_out.addcmul_(_over_rows(joined), out.to(acc_out.dtype))
     acc_lse.copy_(merged)
+
+
+def merge_tree(leaves: Sequence[int], state: Callable[[int], T], merge: Callable[[T, T], T]) -> T:
+    """The states of some leaves of a sequence, merged along the balanced binary tree over all of its leaves, lower
+    positions first: a node of the tree joins leaves m * 2^i up to (m + 1) * 2^i. So neither what is hidden, nor the
+    length of the sequence, nor where it is cut changes a rounding.
+
+    leaves: their rising numbers, at least one; state(leaf) is asked for in this order, and about log2(leaves) states
+    are alive at any time.
+    """
+    first, last = leaves[0], leaves[-1]
+    if first == last:
+        return state(first)
+    level = (first ^ last).bit_length() - 1
+    at = bisect.bisect_left(leaves, last >> level << level)
+    return merge(merge_tree(leaves[:at], state, merge), merge_tree(leaves[at:], state, merge))
 
 
 def merged(state: State, part: State) -> Tensor:

@@ -86,7 +86,7 @@ class AttnSpec:
     alibi_slopes: tuple[tuple[float, ...], ...] | None = None
     """[1 or batch][num_heads]: afterwards, slope * |query position - key position| is taken off a logit (ALiBi)."""
     dropout: Dropout | None = None
-    deterministic: bool = False
+    deterministic: bool | str = False
     """As `TreeConfig.deterministic`."""
     ranges: tuple[AttnSlice, ...] | None = None
     """The mask as slices that don't overlap; then causal is False and there is no window."""

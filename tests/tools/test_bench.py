@@ -27,7 +27,7 @@ OPTIONS = ["kernels", "--device", "cpu", "--dtype", "fp32", "--only", "beside", 
 
 def test_options_name_what_the_benchmarks_have():
     """The command line is read before torch is imported, and so has lists of its own."""
-    assert (*train.PINS, *rivals.TRAIN, *rivals.JVP) == options.TRAIN
+    assert (*train.TRAINING, *rivals.TRAIN, *rivals.JVP) == options.TRAIN
     assert (*step.OURS, *step.RIVALS) == options.STEP
     assert tuple(kernel_cases.DTYPES) == options.DTYPES
     parser = options.build_parser()

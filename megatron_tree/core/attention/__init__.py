@@ -9,5 +9,6 @@
 - autograd.py                forward and backward of training
 - passes.py, ulysses.py    the same by a plan; with heads exchanged for tokens before and after (heads.py)
 - cell.py, rows.py           gather rows, attend, return the results; which rows travel, and how
+- gather.py                  rows are gathered and nothing is merged, for the same bits on any number of ranks
 - ring.py                    the baseline
 """

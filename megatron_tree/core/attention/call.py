@@ -84,6 +84,7 @@ class AttentionCall:
             grid_backward=config.grid_backward,
             head_chunks=config.head_chunks,
             memory_budget=config.memory_budget,
+            deterministic=config.deterministic,
         )
         return plan_training(self.queries.world, self.shape, **options | others)
 
@@ -221,7 +222,9 @@ class PlannedAttention(AttentionCall):
             keys = VisibleRows(team, self.keys.segments(at.holder), *rows)
         else:
             keys = TeamRows.of(self._team("keys", plan, at.key_team), self.keys, at.key_holders)
-        queries = TeamRows.of(self._team("queries", plan, at.query_team), self.queries, at.query_holders)
+        gathers = plan.schedule == "gather"
+        team, holders = (at.key_team, at.key_holders) if gathers else (at.query_team, at.query_holders)
+        queries = TeamRows.of(self._team("queries", plan, team), self.queries, holders)
         selected = None if self.selected_keys is None else SelectedKeys(self.selected_keys, queries)
         return Cell(queries=queries, keys=keys, backend=self.backend, wire=self.wire_dtype, selected=selected)
 

@@ -5,6 +5,7 @@ Schedules differ in the rows that travel (rows.py):
     schedule    queries                                          keys
     grid        those of the query team (the rank's column)      those of the key team (its row)
     cast        this rank's                                      those that this rank's queries see
+    gather      this rank's; backward those of all ranks         those of all ranks
     prefill     the query team's tokens, or its heads            those of the key team
 
 A training pass computes the local pair, this rank's queries and keys, while others' rows are on their way. With the
@@ -290,15 +291,15 @@ class LocalGrads:
 def sink_grads(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """[h]: the gradient of sinks [h], from this rank's lse, with sinks, and delta; dual ones [h, 2] from dual ones."""
     if sinks.dim() == 1:
-        return -(_weights_of_sinks(sinks, lse) * delta).sum((0, 2)).to(sinks.dtype)  # d2F/dsinks dzeta: (8)
+        return -(weights_of_sinks(sinks, lse) * delta).sum((0, 2)).to(sinks.dtype)  # d2F/dsinks dzeta: (8)
     (score, tangent), (lse, mu), (delta, kappa) = (x.unbind(-1) for x in (sinks, lse, delta))
-    seen, change = _weights_of_sinks(score, lse), tangent.to(lse.dtype)[:, None] - mu
+    seen, change = weights_of_sinks(score, lse), tangent.to(lse.dtype)[:, None] - mu
     grads = [(seen * delta).sum((0, 2)), (seen * (change * delta + kappa)).sum((0, 2))]  # (8) and (15)
     return -torch.stack(grads, -1).to(sinks.dtype)
 
 
-def _weights_of_sinks(sinks: Tensor, lse: Tensor) -> Tensor:
-    """[b, h, s]"""
+def weights_of_sinks(sinks: Tensor, lse: Tensor) -> Tensor:
+    """[b, h, s], of sinks [h] and lse [b, h, s]."""
     return torch.exp(sinks.to(lse.dtype)[:, None] - torch.where(lse == float("-inf"), float("inf"), lse))
 
 

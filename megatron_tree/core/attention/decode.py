@@ -246,6 +246,9 @@ class DecodeCall:
 
     def planned_on(self, network: comm.Network, width: int, **others) -> DecodePlan:
         """The plan whose partial results have `width` numbers a head. others: in place of the call's options."""
+        schedule, of_integers = self.schedule, self.config.deterministic == "ranks"
+        if of_integers:  # int64, and two halves of a result
+            width, schedule = 4 * width + 1, "allreduce"
         options = dict(
             rows=self.rows,
             local_heads=self.head_shares is not None,
@@ -253,7 +256,7 @@ class DecodeCall:
             kv_bytes=None,  # shards differ between ranks, and every rank must compute the same plan
             topology=network.topology,
             placement=network.placement,
-            schedule=self.schedule,
+            schedule=schedule,
             memory_budget=self.config.memory_budget,
             deterministic=self.config.deterministic,
         )
@@ -351,7 +354,11 @@ class PlannedDecode(DecodeCall):
         shares, merged_dim = self._head_shares, self.merged_dim
         if self.kernel_positions is not None:
             cache = cache._replace(q_positions=self.kernel_positions[0], k_positions=self.kernel_positions[1])
-        if self._reduction is None and self.ranks.size > 1:
+        if self.spec.deterministic == "ranks":
+            parts = kernels.FixedPoint(self._all_heads(q), cache, self.spec)
+            largest = self.ranks.reduce(parts.largest, "max")
+            state = parts.state(largest, self.ranks.reduce(parts.terms(largest)))
+        elif self._reduction is None and self.ranks.size > 1:
             state = decode_ring(self._all_heads(q), cache, self.spec, self.backend, self.ranks)
         else:
             # receives are posted before the local attention, so that gloo announces the buffers to the senders then

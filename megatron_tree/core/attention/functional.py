@@ -254,6 +254,8 @@ def _attend(
     for name, given in (("alibi_slopes", spec.alibi_slopes), ("selected", selected)):
         if return_max_logit and given is not None:
             raise ValueError(f"return_max_logit=True does not take {name}: leave one of the two out")
+    if return_max_logit and config.deterministic == "ranks":
+        raise ValueError("return_max_logit=True does not take deterministic='ranks': leave one of the two out")
     backend = kernels.choose(q, k, v, spec, config.backend, selects=selected is not None)
     check_finite_shares(ranks, queries, keys, q=q, k=k, v=v, sinks=sinks)
     call = AttentionCall(

@@ -1,4 +1,4 @@
-"""The forward and the backward of a call by its plan, on the grid, the cast or the ring.
+"""The forward and the backward of a call by its plan, on the grid, the cast or the ring, or by gathering all rows.
 
 Here every rank keeps its heads: a chunk is a slice of its tensors, and the local pair of all chunks is computed at
 once, while the first chunk's rows are on their way. ulysses.py has the passes that exchange heads before and after.
@@ -6,14 +6,16 @@ once, while the first chunk's rows are on their way. ulysses.py has the passes t
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .. import kernels
-from ..merge import merge_sinks
+from ..merge import join_heads, merge_sinks
 from ..plan import run_stages
 from . import ulysses
 from .call import PlannedAttention
 from .cell import CellBackward, CellForward, LocalGrads, LocalState, Residuals, sink_grads
+from .gather import GatherBackward, GatherForward
 from .heads import head_chunks
 from .ring import RingBackward, RingForward
 from .tuning import Stopwatch
@@ -33,6 +35,10 @@ def forward(
     if plan.schedule == "ring":
         run_stages([ring := RingForward(call, call.spec, q, k, v)])
         state = ring.state
+    elif plan.schedule == "gather":
+        parts = head_chunks(q.shape[2], k.shape[2], plan.head_chunks, call.spec)
+        run_stages(chunks := [GatherForward(call.cell(plan), chunk, q, (k, v)) for chunk in parts])
+        state = join_heads([chunk.state for chunk in chunks])
     else:
         cell = call.cell(plan)
         local = LocalState(cell, call.spec, q, k, v, cell.local_dtype(q.dtype, sinks is not None))
@@ -56,6 +62,11 @@ def backward(
     if plan.schedule == "ring":
         run_stages([ring := RingBackward(call, call.spec, dout, residuals, delta)])
         grads = ring.grads
+    elif plan.schedule == "gather":
+        parts = head_chunks(residuals.q.shape[2], residuals.k.shape[2], plan.head_chunks, call.spec)
+        run_stages(chunks := [GatherBackward(call.cell(plan), x, dout, residuals, delta, sinks) for x in parts])
+        grads = tuple(torch.cat(parts, 2) for parts in zip(*(chunk.grads for chunk in chunks)))
+        return *grads, None if sinks is None else torch.cat([chunk.dsinks for chunk in chunks])
     else:
         cell = call.cell(plan)
         local = LocalGrads(cell, call.spec, dout, residuals, delta)

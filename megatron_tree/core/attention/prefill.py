@@ -107,9 +107,18 @@ def tree_prefill(
         check_selected(selected, q, spec, None)
         chunk = PromptChunk(ranks.rank, check_runs(shares), check_segments(key_segments), size, head_shares)
         chunk.check(q.shape[1], cache.k.shape[1], ranks.size)
+        if config.deterministic == "ranks" and head_shares is not None:
+            raise ValueError("deterministic='ranks' does not take head_shares in a prefill: use deterministic=True")
+        if config.deterministic == "ranks" and expand is not None:
+            raise ValueError("deterministic='ranks' does not take expand: attend to latents as keys, or leave it out")
         grid = chunk.checked_grid(grid, ranks.size, num_heads_kv=cache.k.shape[2], expands=expand is not None)
         like = (cache.k, cache.values) if expand is None else (q[:, :1], q[:, :1, :, :head_dim_v])
         backend = kernels.choose(whole, *like, spec, config.backend, selects=selected is not None)
+        if config.deterministic == "ranks" and grid[0] > 1:
+            raise ValueError(
+                f"grid={grid} merges states of ranks, which deterministic='ranks' rules out: choose (1, {ranks.size}), "
+                "with key_segments of every rank"
+            )
         if not in_torch(ranks, backend):
             check_tangents(q=q, k_cache=cache.k, v_cache=cache.v, sinks=sinks)
         check_finite_cache(ranks, q, cache, sinks)

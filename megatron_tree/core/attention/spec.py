@@ -27,7 +27,7 @@ def make_spec(
     softcap: float,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
-    deterministic: bool = False,
+    deterministic: bool | str = False,
     *,
     ranges: bool = False,
     alibi_slopes: Tensor | None = None,

@@ -9,6 +9,7 @@ from ..merge import bits_float, merge_sinks, pack_statistics, sinks_of, state_dt
 from ..plan import HeadSplit, PassPlan, Stages, run_stages
 from .call import PlannedAttention
 from .cell import CellBackward, CellForward, LocalGrads, LocalState, Residuals, sink_grads
+from .gather import GatherBackward, GatherForward
 from .heads import HeadChunk, HeadExchange
 from .ring import RingBackward, RingForward
 
@@ -32,14 +33,17 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As `passes.backward`; dout and delta are of this rank's tokens, with all heads."""
     run = _Pass(call, call.plan.backward)
-    chunks = [_BackwardChunk(run, chunk, dout, delta, residuals) for chunk in run.chunks]
+    chunks = [_BackwardChunk(run, chunk, dout, delta, residuals, sinks) for chunk in run.chunks]
     run_stages(chunks)
     dq, dk, dv = (list(parts) for parts in zip(*(chunk.results for chunk in chunks)))
     dsinks = None
     if sinks is not None:  # of this rank's heads only
-        local, delta = run.exchange.local, torch.cat([chunk.delta for chunk in chunks], 1)
-        local_sinks = sinks_of(sinks, local.start, local.stop - local.start)
-        dsinks, grads = torch.zeros_like(sinks), sink_grads(local_sinks, residuals.lse, delta)
+        local, dsinks = run.exchange.local, torch.zeros_like(sinks)
+        if run.gathers:
+            grads = torch.cat([chunk.dsinks for chunk in chunks])
+        else:
+            local_sinks = sinks_of(sinks, local.start, local.stop - local.start)
+            grads = sink_grads(local_sinks, residuals.lse, torch.cat([chunk.delta for chunk in chunks], 1))
         dsinks[local] = grads[: len(dsinks[local])]
     dtype = state_dtype(dout.dtype)
     q_rows, k_rows = (x.rows_of((call.rank,)).stop for x in (call.queries, call.keys))
@@ -60,7 +64,8 @@ class _Pass:
 
     def __init__(self, call: PlannedAttention, plan: PassPlan):
         team = call.head_team(plan)
-        split = HeadSplit.of(*call.shape[:2], team.size)
+        self.gathers = plan.schedule == "gather"
+        split = HeadSplit.of(*call.shape[:2], team.size, whole=self.gathers)
         self.exchange = HeadExchange(split, team, (call.queries.rows, call.keys.rows))
         self.call, self.chunks = call, self.exchange.chunks(plan.head_chunks, call.spec)
         self.cell = None if plan.schedule == "ring" else call.cell(plan)
@@ -71,8 +76,14 @@ class _Chunk(Stages):
 
     inner: Stages
 
-    def __init__(self, run: _Pass, chunk: HeadChunk):
-        self.run, self.chunk = run, chunk
+    def __init__(self, run: _Pass, chunk: HeadChunk, sinks: Tensor | None):
+        self.run, self.chunk, self.sinks = run, chunk, sinks
+
+    @property
+    def local_sinks(self) -> Tensor | None:
+        """Of the chunk's heads."""
+        first, queries = self.run.exchange.local.start, self.chunk.queries
+        return None if self.sinks is None else sinks_of(self.sinks, first + queries.start, queries.stop - queries.start)
 
     def receive(self) -> None:
         self.inner.receive()
@@ -89,8 +100,8 @@ class _Chunk(Stages):
 
 class _ForwardChunk(_Chunk):
     def __init__(self, run: _Pass, chunk: HeadChunk, q: Tensor, k: Tensor, v: Tensor, sinks, with_lse: bool):
-        super().__init__(run, chunk)
-        self.qkv, self.sinks, self.with_lse = (q, k, v), sinks, with_lse
+        super().__init__(run, chunk, sinks)
+        self.qkv, self.with_lse = (q, k, v), with_lse
 
     def exchange(self) -> None:
         q, k, v = self.qkv
@@ -101,6 +112,8 @@ class _ForwardChunk(_Chunk):
         (q, k, v), cell = self.qkv, self.run.cell
         if cell is None:
             self.inner = RingForward(self.run.call, self.chunk.spec, q, k, v)
+        elif self.run.gathers:
+            self.inner = GatherForward(cell, HeadChunk.all(self.chunk.spec), q, (k, v))
         else:
             dtype = cell.local_dtype(q.dtype, self.sinks is not None)
             local = LocalState(cell, self.chunk.spec, q, k, v, dtype)
@@ -111,8 +124,7 @@ class _ForwardChunk(_Chunk):
         self.inner.give_back()
         out, lse = self.inner.state
         if self.sinks is not None:
-            sinks = sinks_of(self.sinks, self.run.exchange.local.start + self.chunk.queries.start, out.shape[2])
-            out, lse = merge_sinks(out, lse, sinks)  # one more term of F: (4)
+            out, lse = merge_sinks(out, lse, self.local_sinks)  # one more term of F: (4)
         call = self.run.call
         results = (out.to(call.wire_dtype),)
         if self.with_lse:
@@ -122,8 +134,9 @@ class _ForwardChunk(_Chunk):
 
 
 class _BackwardChunk(_Chunk):
-    def __init__(self, run: _Pass, chunk: HeadChunk, dout: Tensor, delta: Tensor, residuals: Residuals):
-        super().__init__(run, chunk)
+    def __init__(self, run: _Pass, chunk: HeadChunk, dout: Tensor, delta: Tensor, residuals: Residuals, sinks):
+        super().__init__(run, chunk, sinks)
+        self.dsinks: Tensor | None = None
         self.dout, self.delta, self.residuals = dout, delta, residuals.part(chunk)
 
     def exchange(self) -> None:
@@ -136,6 +149,8 @@ class _BackwardChunk(_Chunk):
         cell, args = self.run.cell, (self.dout, self.residuals, self.delta)
         if cell is None:
             self.inner = RingBackward(self.run.call, self.chunk.spec, *args)
+        elif self.run.gathers:
+            self.inner = GatherBackward(cell, HeadChunk.all(self.chunk.spec), *args, self.local_sinks)
         else:
             self.inner = CellBackward(
                 cell, HeadChunk.all(self.chunk.spec), *args, LocalGrads(cell, self.chunk.spec, *args)
@@ -145,5 +160,6 @@ class _BackwardChunk(_Chunk):
     def give_back(self) -> None:
         self.inner.give_back()
         dq, dk, dv = (x.to(self.run.call.wire_dtype) for x in self.inner.grads)
+        self.dsinks = self.inner.dsinks if self.run.gathers else None
         self.dout = self.residuals = self.inner = None
         self.leaving = self.run.exchange.start_to_heads((dq,), (dk, dv))

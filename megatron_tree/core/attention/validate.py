@@ -176,7 +176,13 @@ EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)
 def check_decode_schedule(schedule: str, config: TreeConfig) -> None:
     """Raise ``ValueError`` unless the schedule exists and is deterministic if config.deterministic is set."""
     check_choice("schedule", schedule, DECODE_SCHEDULES)
-    if config.deterministic and schedule == "allreduce":
+    if config.deterministic == "ranks":
+        if schedule not in ("auto", "allreduce"):
+            raise ValueError(
+                f"schedule={schedule!r} merges states of ranks, which deterministic='ranks' rules out: choose "
+                "'allreduce', whose sums are of integers there, or 'auto'"
+            )
+    elif config.deterministic and schedule == "allreduce":
         raise ValueError(
             "schedule='allreduce' leaves the order of its sum to the backend, which deterministic=True rules out: "
             "choose 'allgather', 'butterfly', 'scatter' or 'two_level', or 'auto'"

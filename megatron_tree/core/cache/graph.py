@@ -43,6 +43,8 @@ def check_cuda_graphs(*, device_type: str, schedule: str, config: TreeConfig) ->
         reason = f"check={config.check!r} looks at every call on the host; choose 'first' or 'never'"
     elif config.backend not in BACKENDS:
         reason = f"backend={config.backend!r} reads lengths on the host; choose 'triton' or 'auto'"
+    elif config.deterministic == "ranks":
+        reason = "deterministic='ranks' reads lengths on the host; choose True"
     if reason is not None:
         raise ValueError(f"cuda_graphs=True can't be had: {reason}; or leave cuda_graphs out")
 

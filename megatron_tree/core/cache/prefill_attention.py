@@ -57,7 +57,7 @@ class PrefillAttention:
         store, kind = self._store, self._store.kind_of[layer]
         grid, expands = self._plan(layer, q, latent, num_heads, config)
         gathers_keys = grid[1] > 1  # else a rank need not know the keys of others
-        by_position = any(options.get(name) is not None for name in _BY_POSITION)
+        by_position = any(options.get(name) is not None for name in _BY_POSITION) or config.deterministic == "ranks"
         segments = store.key_segments(self._append, kind, of_all_ranks=gathers_keys, by_position=by_position)
         local = segments[store.book.rank] if gathers_keys else segments
         k, v = store.layers[layer].row(view.block_table, 0, sum(segment.length for segment in local), q.dtype)
@@ -87,7 +87,11 @@ class PrefillAttention:
             # queries that meet a key on a rank; where heads are sharded, a rank can make keys of its own heads only
             meeting = append.num_tokens // b if not shares_heads else append.num_tokens if a == 1 else 1
             # accelerators always make keys: their kernels for prefill take heads of 256 numbers at most
-            expands[a, b] = latent is not None and (q.device.type in ACCELERATORS or latent.pays_to_expand(meeting))
+            expands[a, b] = (
+                latent is not None
+                and config.deterministic != "ranks"
+                and (q.device.type in ACCELERATORS or latent.pays_to_expand(meeting))
+            )
             if latent is None:
                 head_dims = q.shape[-1], numbers // num_heads_kv - q.shape[-1]
             else:
@@ -103,6 +107,6 @@ class PrefillAttention:
                 sends_queries=not shares_heads or q.shape[2] < num_heads,
             )
             refused = why_not((a, b), shares_heads=shares_heads, num_heads_kv=num_heads_kv, expands=expands[a, b])
-            sizes.append(None if refused else size)
+            sizes.append(None if refused or (a > 1 and config.deterministic == "ranks") else size)
         plan = plan_prefill_grid(tuple(sizes), topology=network.topology, placement=network.placement)
         return plan.grid, expands[plan.grid]

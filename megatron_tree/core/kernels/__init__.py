@@ -10,12 +10,15 @@ from .backends import (
     choose,
     merge_packed,
 )
+from .fixed_point import FixedPoint
 from .index import best_keys, index_scores
 from .kv_cache import KVCache, SharedPages
+from .leaves import sum_rows
 
 __all__ = [
     "ACCELERATORS",
     "Backend",
+    "FixedPoint",
     "KVCache",
     "SharedPages",
     "attn_bwd",
@@ -26,4 +29,5 @@ __all__ = [
     "choose",
     "index_scores",
     "merge_packed",
+    "sum_rows",
 ]

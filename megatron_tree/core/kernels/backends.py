@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import merge
 from ..log import say_once
 from ..spec import AttnSpec
-from . import fastest, ranges
+from . import fastest, leaves, ranges
 from .kv_cache import KVCache, decode_shared
 from .libraries import LIBRARIES, Library
 from .maxima import LargestLogits
@@ -54,17 +54,18 @@ class Backend:
             return attend(q, k, v, **call, out_dtype=out_dtype)
         return ranges.attn_fwd(attend, q, k, v, **call, out_dim=self.out_dim(v))
 
-    def attn_bwd(self, dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec, **selected):
+    def attn_bwd(self, dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec, **others):
         """This block's share of the gradients, equations (5) to (7), from the *global* statistics: sums over blocks are
         exact.
 
-        Args: dout [b, s_q, h, d_v]; lse and delta [b, h, s_q] fp32, delta = rowsum(dout * out) - dlse.
+        Args: dout [b, s_q, h, d_v]; lse and delta [b, h, s_q] fp32, delta = rowsum(dout * out) - dlse; selected as of
+        `attn_fwd`, and own of leaves.py.
         Returns: dq [b, s_q, h, d], dk [b, s_k, h_kv, d], dv [b, s_k, h_kv, d_v] in fp32 (float64 for float64).
         """
         derive = self.module.attn_bwd_jvp if self.dual else self.module.attn_bwd
         if spec.ranges is not None:
             derive = functools.partial(ranges.attn_bwd, derive)
-        call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec, **selected)
+        call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec, **others)
         return derive(dout, q, k, v, lse, delta, **call)
 
     def for_duals(self, dtype: torch.dtype, width: int) -> Backend:
@@ -82,6 +83,11 @@ class Backend:
         if isinstance(self.module, LargestLogits):
             inner = replace(self, module=self.module.module).for_duals(dtype, width)
             return replace(inner, module=LargestLogits(inner.module, self.module.largest))
+        if self.module is leaves:
+            raise ValueError(
+                "deterministic='ranks' has first derivatives only: use deterministic=True where tangents or second "
+                "derivatives are asked for"
+            )
         if isinstance(self.module, Library):
             raise ValueError(
                 f"backend={self.name!r} has first derivatives only: use backend='reference' where tangents or second "
@@ -143,6 +149,8 @@ def choose(
     ``ValueError`` when a named backend can't take the call.
     """
     needs = dict(flowing_lse=flowing_lse, masked=masked, decodes=decodes, selects=selects)
+    if spec.deterministic == "ranks":
+        return _of_any_ranks(q.dtype, decodes, selects)
     if backend != "auto":
         what = _unsupported(backend, q, k, v, spec, **needs)
         if what:
@@ -171,6 +179,16 @@ def choose(
 def _chosen(name: str, reason: str) -> Backend:
     say_once(f"attention backend {name}: {reason}")
     return Backend(name, reason, _module(name))
+
+
+def _of_any_ranks(dtype: torch.dtype, decodes: bool, selects: bool) -> Backend:
+    """The backend whose bits depend on no number of ranks."""
+    if selects or (decodes and dtype == torch.float64):
+        what = "selected keys in training and prefill" if selects else "decoding in float64"
+        raise ValueError(f"deterministic='ranks' does not take {what}: use deterministic=True")
+    name, reason = f"reference, {'in fixed point' if decodes else 'leaf by leaf'}", "deterministic='ranks'"
+    say_once(f"attention backend {name}: {reason}")
+    return Backend(name, reason, leaves)
 
 
 def _unsupported(name: str, q, k, v, spec: AttnSpec, *, selects: bool, **needs: bool) -> str | None:

@@ -77,13 +77,13 @@ def attn_fwd(
 
 
 def attn_bwd(
-    derive: Callable, dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec
+    derive: Callable, dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec, **own
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`Backend.attn_bwd` with the kernel `derive`."""
     grads = tuple(torch.zeros(x.shape, dtype=state_dtype(q.dtype), device=q.device) for x in (q, k, v))
     for group in slice_groups(spec):
         if segments := group.segments(tuple(q_segments), tuple(k_segments)):
-            parts = derive(dout, q, k, v, lse, delta, **segments, spec=group.spec)
+            parts = derive(dout, q, k, v, lse, delta, **segments, spec=group.spec, **own)
             for total, part in zip(grads, parts):
                 total += part
     return grads

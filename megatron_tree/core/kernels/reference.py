@@ -15,7 +15,7 @@ from torch import Tensor
 from ..dropout import keep_weights
 from ..duals import dual_product, halves, swapped
 from ..layout import positions_of, sequences_of
-from ..merge import NEG_INF, empty_state, state_dtype
+from ..merge import NEG_INF, State, empty_state, state_dtype
 from ..spec import AttnSpec
 from .kv_cache import KVCache, decode_masked
 from .masks import SelectedKeys, alibi_bias, window_mask
@@ -62,24 +62,30 @@ def _attend(
     weights_of: Callable | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The state of q, strip by strip: keep_of(rows) is the mask of these query rows, bias_of(rows) what is added to
-    their logits, weights_of(rows, like) dropout's factors of the values."""
+    their logits, weights_of(rows) dropout's factors of the values."""
     dtype = state_dtype(q.dtype)
     out, lse = empty_state((*q.shape[:3], v.shape[-1]), dtype=dtype, device=q.device)
     if k.shape[1] == 0 or q.shape[0] == 0:
         return out, lse
     k, v = k.to(dtype), v.to(dtype)
     for rows in _strips(q.shape[1], spec):
-        s = _hidden(logits(q[:, rows].to(dtype), k, spec), keep_of(rows), bias_of(rows))
-        m = s.amax(-1, keepdim=True)
-        p = torch.exp(s - torch.where(m == NEG_INF, 0.0, m))
-        den = p.sum(-1, keepdim=True)
-        safe = torch.where(den == 0, 1.0, den)
-        p = p / safe
-        if weights_of is not None:
-            p = p * weights_of(rows, s)
-        lse[..., rows] = torch.where(den == 0, NEG_INF, m + torch.log(safe)).squeeze(-1).flatten(1, 2)  # F(0): (2)
-        out[:, rows] = torch.einsum("bngqk,bknd->bqngd", p, v).flatten(2, 3)  # dF/dzeta: (3)
+        s = with_mask(logits(q[:, rows].to(dtype), k, spec), keep_of(rows), bias_of(rows))
+        out[:, rows], lse[..., rows] = state_of(s, v, None if weights_of is None else weights_of(rows))
     return out, lse
+
+
+def state_of(s: Tensor, v: Tensor, weights: Tensor | None = None) -> State:
+    """(out [b, s_q, n * g, d_v], lse [b, n * g, s_q]) of logits s [b, n, g, s_q, s_k] and v [b, s_k, n, d_v]. weights:
+    dropout's factors of the values."""
+    m = s.amax(-1, keepdim=True)
+    p = torch.exp(s - torch.where(m == NEG_INF, 0.0, m))
+    den = p.sum(-1, keepdim=True)
+    safe = torch.where(den == 0, 1.0, den)
+    p = p / safe
+    if weights is not None:
+        p = p * weights
+    lse = torch.where(den == 0, NEG_INF, m + torch.log(safe)).squeeze(-1).flatten(1, 2)  # F(0): (2)
+    return torch.einsum("bngqk,bknd->bqngd", p, v).flatten(2, 3), lse  # dF/dzeta: (3)
 
 
 def attn_bwd(
@@ -88,30 +94,58 @@ def attn_bwd(
     """See `Backend.attn_bwd`."""
     dtype = state_dtype(q.dtype)
     pairs = _Pairs(q, k, q_segments, k_segments, spec, selected)
-    group = (k.shape[2], q.shape[2] // k.shape[2])
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
     if k.shape[1] == 0:
         return dq, dk, dv
     (q, dout), (k, v) = _blank(pairs.q_seq, q, dout), _blank(pairs.k_seq, k, v)
     k, v = k.to(dtype), v.to(dtype)
     for rows in _strips(q.shape[1], spec):
-        q_i, dout_i = q[:, rows].to(dtype), dout[:, rows].to(dtype)
-        lse_i, delta_i = (x[..., rows].unflatten(1, group).unsqueeze(-1).to(dtype) for x in (lse, delta))
-        unmasked = logits(q_i, k, spec)
-        s = _hidden(unmasked, pairs.mask(rows), pairs.bias(rows))
-        p = torch.exp(s - torch.where(lse_i == NEG_INF, -NEG_INF, lse_i))  # [b, n, g, q, k]
-        dout_i, q_i = (x.unflatten(2, group) for x in (dout_i, q_i))
-        dropped, dp = p, torch.einsum("bqngd,bknd->bngqk", dout_i, v)
-        if spec.dropout:
-            weights = pairs.dropout_weights(rows, s)
-            dropped, dp = p * weights, dp * weights
-        dv += torch.einsum("bngqk,bqngd->bknd", dropped, dout_i)  # d2F/dv dzeta: (5)
-        ds = p * (dp - delta_i)  # d2F/ds dzeta: (6)
-        if spec.softcap:
-            ds = ds * (1 - (unmasked / spec.softcap) ** 2)
-        ds = ds * spec.softmax_scale
-        dq[:, rows] = torch.einsum("bngqk,bknd->bqngd", ds, k).flatten(2, 3)  # d2F/dq dzeta: (7)
-        dk += torch.einsum("bngqk,bqngd->bknd", ds, q_i)  # d2F/dk dzeta: (7)
+        of_rows = q[:, rows].to(dtype), k, v, dout[:, rows].to(dtype), lse[..., rows], delta[..., rows]
+        weights = pairs.dropout_weights(rows) if spec.dropout else None
+        dq[:, rows], dk_i, dv_i = grads_of(*of_rows, spec, pairs.mask(rows), pairs.bias(rows), weights)
+        dk += dk_i
+        dv += dv_i
+    return dq, dk, dv
+
+
+def grads_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    spec: AttnSpec,
+    keep: Tensor | None,
+    bias: Tensor | None,
+    weights: Tensor | None,
+    *,
+    of_queries: bool = True,
+    of_keys: bool = True,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dq, dk and dv of a block, dense under the mask keep; tensors are in the dtype of states.
+
+    weights: dropout's factors of the values, [b, n, g, s_q, s_k]. of_queries, of_keys: whether dq, and dk and dv, are
+    asked for.
+    """
+    group, dq, dk, dv = (k.shape[2], q.shape[2] // k.shape[2]), None, None, None
+    lse, delta = (x.unflatten(1, group).unsqueeze(-1).to(q.dtype) for x in (lse, delta))
+    unmasked = logits(q, k, spec)
+    s = with_mask(unmasked, keep, bias)
+    p = torch.exp(s - torch.where(lse == NEG_INF, -NEG_INF, lse))  # [b, n, g, q, k]
+    dout, q = (x.unflatten(2, group) for x in (dout, q))
+    dropped, dp = p, torch.einsum("bqngd,bknd->bngqk", dout, v)
+    if weights is not None:
+        dropped, dp = p * weights, dp * weights
+    ds = p * (dp - delta)  # d2F/ds dzeta: (6)
+    if spec.softcap:
+        ds = ds * (1 - (unmasked / spec.softcap) ** 2)
+    ds = ds * spec.softmax_scale
+    if of_queries:
+        dq = torch.einsum("bngqk,bknd->bqngd", ds, k).flatten(2, 3)  # d2F/dq dzeta: (7)
+    if of_keys:
+        dk = torch.einsum("bngqk,bqngd->bknd", ds, q)  # d2F/dk dzeta: (7)
+        dv = torch.einsum("bngqk,bqngd->bknd", dropped, dout)  # d2F/dv dzeta: (5)
     return dq, dk, dv
 
 
@@ -141,7 +175,7 @@ def attn_jvp(
         pst = st.mul_(p)
         mu = pst.sum(-1, keepdim=True)  # (9)
         if spec.dropout:
-            weights = pairs.dropout_weights(rows, p, keys)
+            weights = pairs.dropout_weights(rows, keys)
             p, pst = p.mul_(weights), pst.mul_(weights)
         of_values = dual_product("bngqk,bknd->bngqd", p, pst, v[:, keys])  # (3) and (10)
         out[:, rows] = (torch.cat((of_values, mu), -1) / safe).permute(0, 3, 1, 2, 4).flatten(2, 3)
@@ -173,7 +207,7 @@ def attn_bwd_jvp(
         pt = (st - mu).mul_(p)  # the tangent of p
         dropped, droppedt = p, pt
         if spec.dropout:
-            weights = pairs.dropout_weights(rows, p, keys)
+            weights = pairs.dropout_weights(rows, keys)
             dropped, droppedt, g, gt = (x * weights for x in (p, pt, g, gt))
         dv[:, keys] += dual_product("bngqk,bqngd->bknd", dropped, droppedt, dout_i)  # (5) and (12)
         g, gt = g.sub_(delta_i), gt.sub_(kappa)
@@ -206,7 +240,7 @@ def logits(q: Tensor, k: Tensor, spec: AttnSpec) -> Tensor:
 
 
 def _hidden_(s: Tensor, keep: Tensor, bias: Tensor | None) -> Tensor:
-    """`_hidden` in place, under a mask [s_q, s_k] or [b, s_q, s_k]."""
+    """`with_mask` in place, under a mask [s_q, s_k] or [b, s_q, s_k]."""
     if bias is not None:
         s += bias.unflatten(1, s.shape[1:3])
     hidden = ~(keep[:, None, None] if keep.dim() == 3 else keep)
@@ -217,7 +251,7 @@ def _hidden_(s: Tensor, keep: Tensor, bias: Tensor | None) -> Tensor:
     return s
 
 
-def _hidden(s: Tensor, keep: Tensor | None, bias: Tensor | None) -> Tensor:
+def with_mask(s: Tensor, keep: Tensor | None, bias: Tensor | None) -> Tensor:
     """s_a of (1) from logits [b, n, g, s_q, s_k]: biased, and -inf for hidden pairs."""
     if bias is not None:
         s = s + bias.unflatten(1, s.shape[1:3])
@@ -231,6 +265,7 @@ class _Pairs:
 
     def __init__(self, q: Tensor, k: Tensor, q_segments, k_segments, spec: AttnSpec, selected: Tensor | None = None):
         self.spec, self.dtype = spec, state_dtype(q.dtype)
+        self.heads = q.shape[0], k.shape[2], q.shape[2] // k.shape[2]
         self.q_pos, self.k_pos = (
             positions_of(s, x.shape[1], device=x.device) for s, x in ((q_segments, q), (k_segments, k))
         )
@@ -269,9 +304,9 @@ class _Pairs:
             return None
         return alibi_bias(self.spec, self.q_pos[rows], self.k_pos[keys], self.dtype)
 
-    def dropout_weights(self, rows: slice, like: Tensor, keys: slice | Tensor = slice(None)) -> Tensor:
-        """Dropout's factors of the values, as `like` [b, n, g, rows, keys]."""
-        b, n, g = like.shape[:3]
+    def dropout_weights(self, rows: slice, keys: slice | Tensor = slice(None)) -> Tensor:
+        """Dropout's factors of the values, [b, n, g, rows, keys]."""
+        b, n, g = self.heads
         return keep_weights(
             self.spec.dropout,
             batch=b,
@@ -279,7 +314,7 @@ class _Pairs:
             q_positions=self.q_pos[rows],
             k_positions=self.k_pos[keys],
             q_sequences=self.q_seq[rows],
-            dtype=like.dtype,
+            dtype=self.dtype,
         ).unflatten(1, (n, g))
 
 

@@ -97,9 +97,10 @@ class HeadSplit(NamedTuple):
     """Units to which a KV head belongs."""
 
     @classmethod
-    def of(cls, num_heads: int, num_heads_kv: int, u: int) -> HeadSplit:
-        """The split with the least padding, then with the fewest copies of KV heads."""
-        queries = num_heads // num_heads_kv
+    def of(cls, num_heads: int, num_heads_kv: int, u: int, *, whole: bool = False) -> HeadSplit:
+        """The split with the least padding, then with the fewest copies of KV heads. whole: without copies, so that all
+        query heads of a KV head are on one rank."""
+        queries = 1 if whole else num_heads // num_heads_kv
         splits = (cls(num_heads, num_heads_kv, u, r) for r in range(1, queries + 1) if queries % r == 0)
         return min(splits, key=lambda split: (split.padding, split.copies))
 

@@ -57,6 +57,7 @@ def plan_training(
     grid_backward: tuple[int, int] | None = None,
     head_chunks: int | None = None,
     memory_budget: int | None = None,
+    deterministic: bool | str = False,
 ) -> TrainingPlan:
     """The plan of one attention call and its gradient over `world` ranks; the options are those of `TreeConfig`.
 
@@ -89,10 +90,14 @@ def plan_training(
         with_lse=with_lse,
         dual=dual,
     )
-    weigh = _Weigher(placed, shape, sizes, (grid, grid_backward or grid), head_chunks, memory_budget, mask)
+    gathers = deterministic == "ranks"
+    weigh = _Weigher(placed, shape, sizes, (grid, grid_backward or grid), head_chunks, memory_budget, mask, gathers)
     splits = weigh.head_placements(ulysses_size)
-    grids_of = [weigh.grids(heads, schedule) for heads in splits]
-    rings_of = [weigh.rings(heads, alone=schedule == "ring" or world == 1) for heads in splits]
+    if gathers:
+        grids_of, rings_of = [weigh.gather(heads) for heads in splits], []
+    else:
+        grids_of = [weigh.grids(heads, schedule) for heads in splits]
+        rings_of = [weigh.rings(heads, alone=schedule == "ring" or world == 1) for heads in splits]
     options = rings_of if schedule == "ring" else grids_of
     if schedule == "auto" and not (grid or grid_backward or head_chunks):
         mixed = [[[*of_pass, *ring] for of_pass, ring in zip(*both)] for both in zip(grids_of, rings_of) if both[1][0]]
@@ -122,6 +127,8 @@ class _Weigher:
     head_chunks: int | None
     budget: int | None
     mask: Mask | None
+    whole_heads: bool
+    """Whether an exchange of heads leaves all query heads of a KV head on one rank."""
 
     def head_placements(self, ulysses_size: int | None) -> list[tuple[int, int]]:
         """Every (across nodes, inside a node) of ranks that may exchange heads, the smallest u first."""
@@ -138,14 +145,7 @@ class _Weigher:
         chunks."""
         u, by_pass = heads[0] * heads[1], []
         split, cells, block = self._split(u), self.placed.world // u, self.placed.block
-        chunks = [n for n in range(1, MAX_HEAD_CHUNKS + 1) if split.n % n == 0] if self.placed.world > 1 else [1]
-        if self.head_chunks:
-            divisors = [n for n in range(1, split.n + 1) if split.n % n == 0]
-            if self.head_chunks not in divisors:
-                raise ValueError(
-                    f"head_chunks={self.head_chunks} must divide num_heads_kv={split.n}: choose one of {divisors}"
-                )
-            chunks = [self.head_chunks]
+        chunks = self._head_chunks(split)
         for backward, (name, pinned) in enumerate(zip(("grid", "grid_backward"), self.pinned)):
             if pinned is not None:
                 check_grid(pinned, cells, name, u)
@@ -164,6 +164,18 @@ class _Weigher:
             by_pass.append([choose_head_chunks(variants, self.budget) for variants in weighed])
         return by_pass
 
+    def gather(self, heads: tuple[int, int]) -> list[list[PassPlan]]:
+        """The gather of all rows by the ranks with the same heads, forward and backward."""
+        u = heads[0] * heads[1]
+        split, cells, block = self._split(u), self.placed.world // u, self.placed.block
+        for name, pinned in zip(("grid", "grid_backward"), self.pinned):
+            if pinned is not None:
+                check_grid(pinned, cells, name, u)
+        call = self.placed, self.sizes, Arrangement(heads, (1, cells), (1, block // heads[1]), block), split
+        options, chunks = dict(local_first=False, schedule="gather"), self._head_chunks(split)
+        weighed = ([grid_plan(*call, n, backward, **options) for n in chunks] for backward in (False, True))
+        return [[choose_head_chunks(variants, self.budget)] for variants in weighed]
+
     def rings(self, heads: tuple[int, int], *, alone: bool) -> list[list[PassPlan]]:
         """The ring of the ranks with the same heads, forward and backward. alone: also a ring of one rank, which is
         the grid 1x1."""
@@ -173,8 +185,19 @@ class _Weigher:
         arrangement, split = Arrangement(heads, (1, n), (1, inner), self.placed.block), self._split(heads[0] * heads[1])
         return [[ring_plan(self.placed, self.sizes, arrangement, split, backward)] for backward in (False, True)]
 
+    def _head_chunks(self, split: HeadSplit) -> list[int]:
+        """Into how many chunks KV heads may be cut."""
+        if self.head_chunks:
+            divisors = [n for n in range(1, split.n + 1) if split.n % n == 0]
+            if self.head_chunks not in divisors:
+                raise ValueError(
+                    f"head_chunks={self.head_chunks} must divide num_heads_kv={split.n}: choose one of {divisors}"
+                )
+            return [self.head_chunks]
+        return [n for n in range(1, MAX_HEAD_CHUNKS + 1) if split.n % n == 0] if self.placed.world > 1 else [1]
+
     def _split(self, u: int) -> HeadSplit:
-        return HeadSplit.of(self.shape.num_heads, self.shape.num_heads_kv, u)
+        return HeadSplit.of(self.shape.num_heads, self.shape.num_heads_kv, u, whole=self.whole_heads)
 
 
 @lru_cache(maxsize=4096)

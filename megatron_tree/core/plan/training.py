@@ -150,10 +150,12 @@ def grid_plan(
     backward: bool,
     *,
     local_first: bool = True,
+    schedule: str = "grid",
 ) -> PassPlan:
     """One pass on an arrangement, pipelined over head chunks.
 
-    local_first: whether the local queries meet the local keys while the first chunk is gathered.
+    local_first: whether the local queries meet the local keys while the first chunk is gathered. schedule: "gather", on
+    a grid of one row: in the backward the key team gathers queries, too, and nothing is reduced.
     """
     u, (a, b) = arrangement.u, arrangement.grid
     sizes = sizes.split(split) if u > 1 else sizes
@@ -161,6 +163,14 @@ def grid_plan(
     sent = [0.0] * len(placed.topology.levels)
     probes, steps = [], 0
     compute = sizes.seconds(placed.topology, backward)
+    buffers = _grid_buffers(sizes, arrangement.grid, chunks, backward)
+    if schedule == "gather":
+        along, back = along + down * backward, 0
+        compute *= (7 - 2 / b) / 5 if backward else 1  # three products for dq, four for dk and dv, both together five
+        leaves = b * sizes.kv + sizes.q + 2 * sizes.o  # copies in fp32, and results twice
+        if backward:
+            leaves = b * (3 * (sizes.q + sizes.kv) + sizes.o)
+        buffers = (b * min(chunks, 2) * along * (b > 1) + leaves * sizes.widening) / chunks
     local_s = compute / (a * b) if local_first else 0.0
     rest_s = (compute - local_s + _copying(placed, sizes, arrangement.grid, backward, local_first)) / chunks
     rest_s += placed.topology.chunk_s if placed.world > 1 else 0.0
@@ -174,7 +184,6 @@ def grid_plan(
         for peers, share in (stage for collective in gathers + reduces for stage in collective):
             for level, n, _ in peers:
                 sent[level] += part * chunks * n * share
-    buffers = _grid_buffers(sizes, arrangement.grid, chunks, backward)
     packing = packing_seconds(placed, sizes, chunks, backward) if u > 1 else 0.0
     cost = Cost(
         time_s=seconds_of_pass(probes, chunks, local_s, rest_s, together=u == 1, packing=packing),
@@ -183,7 +192,7 @@ def grid_plan(
         steps=chunks * steps,
         peak_bytes=round(buffers + (exchange_buffers(sizes, chunks, backward) if u > 1 else 0)),
     )
-    return PassPlan(schedule="grid", arrangement=arrangement, head_chunks=chunks, cost=cost)
+    return PassPlan(schedule=schedule, arrangement=arrangement, head_chunks=chunks, cost=cost)
 
 
 def _network_seconds(stages: list[list[Stage]]) -> float:

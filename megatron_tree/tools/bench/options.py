@@ -58,7 +58,7 @@ EXAMPLES = {
 # The contenders of each benchmark; their files have what they do.
 DECODE = ("ring", "allreduce", "allgather", "butterfly", "scatter", "two_level", "auto")
 TORCH = ("torch_ring", "torch_gather")
-TRAIN = ("ring", "kv_gather", "pure_tree", "grid", "ulysses", "auto", *TORCH, "all_gather")
+TRAIN = ("ring", "kv_gather", "pure_tree", "grid", "ulysses", "auto", "same_bits", *TORCH, "all_gather")
 STEP = ("auto", "ulysses", "grid", "ring", "deepspeed", *TORCH)
 GENERATE = ("auto", "ring", "allreduce")
 

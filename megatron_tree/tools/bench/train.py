@@ -38,6 +38,8 @@ PINS: dict[str, Callable[[Machines], dict]] = {
     "auto": lambda m: {},
 }
 """Our schedules, by name: options of `TreeConfig` and of the planner on these machines."""
+TRAINING = PINS | {"same_bits": lambda m: dict(deterministic="ranks")}
+"""Those that train; not all have tangents."""
 DERIVATIVES = 3.0  # their errors may be larger by this factor: dout.v - delta and r - mu out cancel
 ORACLE_STRIP = 256  # queries at a time, in float64
 
@@ -91,7 +93,7 @@ class TrainBench(Bench):
     """A forward and a backward, on this rank's share of the inputs."""
 
     shared = Whole
-    ours = tuple(PINS)
+    ours = tuple(TRAINING)
     rivals = TRAIN
     missing = staticmethod(no_torch_ring)
 
@@ -111,7 +113,7 @@ class TrainBench(Bench):
 
     def attend(self, contender: str, *qkv: Tensor) -> Tensor:
         """out of one of `ours`."""
-        config = TreeConfig(topology=self.topology, tune=False, **PINS[contender](self.case.machines))
+        config = TreeConfig(topology=self.topology, tune=False, **TRAINING[contender](self.case.machines))
         return tree_attn_func(*qkv, cp_group=self.group, config=config)
 
     def step(self, contender: str, laps: Laps) -> tuple[Tensor, ...]:
@@ -203,6 +205,7 @@ class JvpBench(TrainBench):
     """A forward with tangents."""
 
     shared = WholeWithTangents
+    ours = tuple(PINS)
     rivals = JVP
     missing = staticmethod(lambda: None)
 
@@ -247,5 +250,5 @@ def _plan(case: Case, topology: Topology, contender: str, **derivatives: bool) -
     shape = Shape(case.num_heads, case.num_heads_kv, case.head_dim, case.head_dim)
     call = dict(batch=1, seq_len=case.seq_len, bytes_per_word=DTYPES[case.dtype].itemsize)
     where = dict(topology=topology, placement=place(topology, case.machines.hosts))
-    pins = PINS[contender](case.machines)
+    pins = TRAINING[contender](case.machines)
     return plan_training(case.machines.ranks, shape, **call, **where, **derivatives, **pins)

@@ -1,0 +1,187 @@
+"""The reference backend leaf by leaf: the bits of a row depend neither on the other rows nor on who has them.
+
+A leaf is `LEAF` consecutive positions of a document, the first one a multiple of `LEAF`. Every product is of the
+queries of one leaf (of one row of the batch and one KV head) and the keys of one leaf, padded with zeros: its shape is
+always the same, so that torch adds up in the same order. States are merged along the tree over the leaves of keys
+(`merge_tree`); gradients are added up from the first leaf to the last. So all keys that a query sees must be here, and
+in the backward all queries that see a key (attention/gather.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import torch
+from torch import Tensor
+
+from ..dropout import keep_weights
+from ..layout import Segment, by_document, in_chunks
+from ..merge import NEG_INF, State, merge_into, merge_tree, state_dtype
+from ..spec import AttnSpec
+from .masks import alibi_bias, window_mask
+from .reference import grads_of, logits, state_of, with_mask
+
+LEAF = 128  # with fewer positions products are slow; with more, the end of every document costs more
+
+
+def attn_fwd(
+    q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, out_dtype=None
+) -> tuple[Tensor, Tensor]:
+    """See `Backend.attn_fwd`; out_dtype changes nothing."""
+    pairs = _Pairs(q, k, q_segments, k_segments, spec)
+    of_q, of_k, of_v = pairs.queries.cut(q, k.shape[2]), pairs.keys.cut(k, k.shape[2]), pairs.keys.cut(v, k.shape[2])
+    out, lse = of_q.new_zeros((*of_q.shape[:-1], v.shape[-1])), of_q.new_full((*of_q.shape[:-1], 1), NEG_INF)
+
+    def state(i: int, *at: int, leaf: int) -> State:
+        j = pairs.visible[i][leaf]
+        s = logits(of_q[i, *at][None], of_k[j, *at][None], spec)
+        s = with_mask(s, pairs.mask(i, j), pairs.bias(i, j, *at))
+        return state_of(s, of_v[j, *at][None], pairs.dropout_weights(i, j, *at))
+
+    for at in pairs.tiles(q.shape[0], k.shape[2]):
+        merged = merge_tree(list(pairs.visible[at[0]]), lambda leaf, at=at: state(*at, leaf=leaf), _merge)
+        out[at], lse[at] = merged[0][0], merged[1][0].T[..., None]
+    return pairs.queries.join(out), pairs.queries.join(lse, NEG_INF)[..., 0].transpose(1, 2).contiguous()
+
+
+def attn_bwd(
+    dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec, own: tuple[slice, slice] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `Backend.attn_bwd`. own: the rows of queries and of keys whose gradients are asked for, if not all are; in
+    other rows they are incomplete."""
+    pairs, n = _Pairs(q, k, q_segments, k_segments, spec), k.shape[2]
+    queries = [pairs.queries.cut(x, n) for x in (q, dout, *(x.transpose(1, 2)[..., None] for x in (lse, delta)))]
+    of_k, of_v = pairs.keys.cut(k, n), pairs.keys.cut(v, n)
+    dq, dk, dv = (torch.zeros_like(x) for x in (queries[0], of_k, of_v))
+    has_q, has_k = (x.has(rows) for x, rows in zip((pairs.queries, pairs.keys), own or (slice(None),) * 2))
+    for i, *at in pairs.tiles(q.shape[0], n):
+        of_q, of_dout, *statistics = (x[i, *at][None] for x in queries)
+        statistics = [x[..., 0].transpose(1, 2) for x in statistics]
+        for j in pairs.visible[i].values():
+            if not (has_q[i] or has_k[j]):
+                continue
+            block = of_q, of_k[j, *at][None], of_v[j, *at][None], of_dout, *statistics
+            mask = pairs.mask(i, j), pairs.bias(i, j, *at), pairs.dropout_weights(i, j, *at)
+            parts = grads_of(*block, spec, *mask, of_queries=has_q[i], of_keys=has_k[j])
+            for total, part in zip((dq[i, *at], dk[j, *at], dv[j, *at]), parts):
+                if part is not None:
+                    total += part[0]
+    return pairs.queries.join(dq), pairs.keys.join(dk), pairs.keys.join(dv)
+
+
+def sum_rows(x: Tensor, q_segments) -> Tensor:
+    """[h]: the sum of x [b, h, s] over the batch and the rows of segments, leaf by leaf."""
+    tiles = _Leaves.of(tuple(q_segments), x.shape[2]).cut(x.transpose(1, 2)[..., None], x.shape[1])
+    of_leaves = tiles[..., 0, 0].contiguous().sum(-1)  # [leaves, b, h]
+    return functools.reduce(torch.add, of_leaves.transpose(0, 1).flatten(0, 1), x.new_zeros(x.shape[1]))
+
+
+def _merge(state: State, part: State) -> State:
+    merge_into(state, part)
+    return state
+
+
+class _Leaves:
+    """The leaves of some segments' rows, in the order of (document, position)."""
+
+    def __init__(self, segments: tuple[Segment, ...], num_rows: int):
+        pieces: dict[tuple[int, int], list[Segment]] = {}
+        for seq, of_document in by_document(segments).items():
+            for piece in in_chunks(of_document, LEAF):
+                pieces.setdefault((seq, piece.seq), []).append(piece)
+        self.num_rows, self.numbers = num_rows, sorted(pieces)
+        self.rows = torch.full((len(pieces), LEAF), num_rows)  # of every position; num_rows: none
+        for rows, number in zip(self.rows, self.numbers):
+            for piece in pieces[number]:
+                at = piece.pos % LEAF
+                rows[at : at + piece.length] = torch.arange(piece.row, piece.row + piece.length)
+
+    @classmethod
+    @functools.lru_cache(maxsize=64)
+    def of(cls, segments: tuple[Segment, ...], num_rows: int) -> _Leaves:
+        """Made once for the layers of a model."""
+        return cls(segments, num_rows)
+
+    def has(self, rows: slice) -> list[bool]:
+        """Of each leaf: whether any of these rows is in it."""
+        first, end, _ = rows.indices(self.num_rows)
+        return ((self.rows >= first) & (self.rows < end)).any(1).tolist()
+
+    def cut(self, x: Tensor, num_heads_kv: int) -> Tensor:
+        """[leaves, b, num_heads_kv, LEAF, heads of a KV head, d] of x [b, s, heads, d], in the dtype of states."""
+        x = torch.cat((x, x.new_zeros(x.shape[0], 1, *x.shape[2:])), 1).index_select(
+            1, self.rows.flatten().to(x.device)
+        )
+        x = x.unflatten(1, self.rows.shape).unflatten(3, (num_heads_kv, -1)).to(state_dtype(x.dtype))
+        return x.permute(1, 0, 3, 4, 2, 5).contiguous().transpose(3, 4)  # a KV head's queries, head by head
+
+    def join(self, tiles: Tensor, fill: float = 0.0) -> Tensor:
+        """The inverse of `cut`; `fill` in rows of no segment."""
+        whole = tiles.permute(1, 0, 3, 2, 4, 5).flatten(1, 2).flatten(2, 3)
+        x = whole.new_full((whole.shape[0], self.num_rows + 1, *whole.shape[2:]), fill)
+        return x.index_copy_(1, self.rows.flatten().to(x.device), whole)[:, :-1]
+
+
+class _Pairs:
+    """The leaves of queries and of keys, and which see one another."""
+
+    def __init__(self, q: Tensor, k: Tensor, q_segments, k_segments, spec: AttnSpec):
+        self.queries, self.keys = _Leaves.of(tuple(q_segments), q.shape[1]), _Leaves.of(tuple(k_segments), k.shape[1])
+        self.spec, self.heads, self.dtype, self.device = spec, q.shape[2] // k.shape[2], state_dtype(q.dtype), q.device
+        self.whole = (self.keys.rows < k.shape[1]).all(1).tolist()
+        self._masks: dict[tuple[int, int], Tensor] = {}
+        of_documents: dict[int, dict[int, int]] = {}
+        for j, (seq, leaf) in enumerate(self.keys.numbers):
+            of_documents.setdefault(seq, {})[leaf] = j
+        self.visible = [self._visible(leaf, of_documents.get(seq, {})) for seq, leaf in self.queries.numbers]
+        """By leaf of queries: the number of each leaf of keys that it sees, rising, and which one of `keys` that is."""
+
+    def tiles(self, batch: int, num_heads_kv: int) -> itertools.product:
+        """(leaf of queries, row, KV head) where something is seen."""
+        some = [i for i, of_leaf in enumerate(self.visible) if of_leaf]
+        return itertools.product(some, range(batch), range(num_heads_kv))
+
+    def _visible(self, leaf: int, keys: dict[int, int]) -> dict[int, int]:
+        left, right, first = self.spec.left, self.spec.right, leaf * LEAF
+        least = 0 if left is None else (first - left) // LEAF
+        most = max(keys, default=0) if right is None else (first + LEAF - 1 + right) // LEAF
+        return {number: j for number, j in keys.items() if least <= number <= most}
+
+    def mask(self, i: int, j: int) -> Tensor | None:
+        """bool [LEAF, LEAF]; None: all pairs are visible."""
+        spec, apart = self.spec, (self.queries.numbers[i][1] - self.keys.numbers[j][1]) * LEAF
+        in_window = spec.left is None or apart + LEAF - 1 <= spec.left
+        in_window &= spec.right is None or LEAF - 1 - apart <= spec.right
+        if in_window and self.whole[j]:
+            return None
+        if (i, j) not in self._masks:
+            seen = window_mask(self._positions(self.queries, i), self._positions(self.keys, j), spec)
+            self._masks[i, j] = seen & (self.keys.rows[j] < self.keys.num_rows).to(self.device)
+        return self._masks[i, j]
+
+    def bias(self, i: int, j: int, row: int, head: int) -> Tensor | None:
+        """What ALiBi adds to logits, [1, heads, LEAF, LEAF]; None where it is off."""
+        if self.spec.alibi_slopes is None:
+            return None
+        spec = self.spec.batch_row(row).heads_from(head * self.heads, self.heads)
+        return alibi_bias(spec, self._positions(self.queries, i), self._positions(self.keys, j), self.dtype)
+
+    def dropout_weights(self, i: int, j: int, row: int, head: int) -> Tensor | None:
+        """Dropout's factors of the values, [1, 1, heads, LEAF, LEAF]; None where it is off."""
+        if self.spec.dropout is None:
+            return None
+        q_positions = self._positions(self.queries, i)
+        return keep_weights(
+            self.spec.heads_from(head * self.heads, self.heads).dropout,
+            batch=1,
+            num_heads=self.heads,
+            q_positions=q_positions,
+            k_positions=self._positions(self.keys, j),
+            q_sequences=torch.full_like(q_positions, self.queries.numbers[i][0] + row),
+            dtype=self.dtype,
+        )[:, None]
+
+    def _positions(self, leaves: _Leaves, i: int) -> Tensor:
+        first = leaves.numbers[i][1] * LEAF
+        return torch.arange(first, first + LEAF, device=self.device)
