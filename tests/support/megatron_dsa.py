@@ -79,6 +79,16 @@ def dsa_block(config):
 
 def build_dsa(case, **options):
     """The GPTModel of this rank, with the weights of `set_weights`. `options` go to the TransformerConfig."""
+    if not case.is_tree:
+        return _model(case, **options)
+    tree.install(tree_config=case.tree_config)
+    try:
+        return _model(case, **options)
+    finally:
+        tree.uninstall()
+
+
+def _model(case, **options):
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.module import Float16Module
 
@@ -102,6 +112,19 @@ def build_dsa(case, **options):
     return Float16Module(config, model) if case.dtype == torch.bfloat16 else model
 
 
+def build_weighted(case, times=1.0):
+    """`build_dsa` for one document after another: the indexer's loss is the mean over the tokens of all, times this."""
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
+
+    model = build_dsa(case)
+
+    def weight(_, args):
+        DSAIndexerLossAutoScaler.set_loss_scale(torch.tensor(times * args[0].shape[1] / sum(case.documents)))
+
+    model.register_forward_pre_hook(weight)
+    return model
+
+
 def logged_losses(dsa):
     """The indexer's losses by layer, as Megatron logs them; the tracker is empty afterwards."""
     from megatron.core import parallel_state
@@ -113,12 +136,12 @@ def logged_losses(dsa):
     return values
 
 
-def run_dsa(case, run=forward_backward):
-    """`run` of a model with DSA; with its gradients are the logged losses."""
+def run_dsa(case, run=forward_backward, build=build_dsa):
+    """`run` of a model with DSA; the logged losses are with its gradients."""
     with hadamard_in_torch() as dsa:
-        losses, gradients = run(case, build=build_dsa)
-        if dict(case.extra).get("dsa_indexer_loss_coeff"):
-            gradients["logged"] = logged_losses(dsa)
+        losses, gradients = run(case, build=build)
+        dsa.DSAIndexerLossAutoScaler.main_loss_backward_scale = None
+        logged = logged_losses(dsa)
     if not dict(case.extra).get("calculate_per_token_loss", True):  # averaged over the ranks, not summed
-        gradients |= {name: x / case.cp for name, x in gradients.items() if name != "logged"}
-    return losses, gradients
+        gradients = {name: x / case.cp for name, x in gradients.items()}
+    return losses, gradients if hasattr(case, "documents") else gradients | {"logged": logged}

@@ -239,8 +239,12 @@ def _refuse(module: Any, packed: TreePackedSeqParams | None = None) -> None:
 
 
 def _refuse_tree(model: Any) -> None:
-    refused = next((type(module).__name__ for module in model.modules() if compat.is_recurrent(module)), None)
-    reason = "a recurrent state, which would have to part where rows do"
+    kinds = (
+        ("a recurrent state, which would have to part where rows do", compat.is_recurrent),
+        ("an index, which selects keys by their positions in a row", lambda module: hasattr(module, "indexer")),
+    )
+    found = ((type(x).__name__, reason) for x in model.modules() for reason, is_of in kinds if is_of(x))
+    refused, reason = next(found, (None, ""))
     if getattr(model, "position_embedding_type", None) == "mrope":
         refused, reason = type(model).__name__, "multimodal positions (position_embedding_type='mrope')"
     if refused:

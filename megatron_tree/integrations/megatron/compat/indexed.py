@@ -20,15 +20,15 @@ from .release import UnsupportedMegatronError, lookup, megatron_version
 READ = ("0.16", "0.17", "0.18", "0.19", "0.20")
 _DSA = "megatron.core.transformer.experimental_attention_variant.dsa"
 
-# options that Megatron's DSA does not read, by the values that leave them off
-UNREAD = {
+OFF = {
     "softmax_type": ("vanilla",),
     "window_size": (None,),
     "qk_clip": (False,),
     "log_max_attention_logit": (False,),
+    "dsa_indexer_topk_freq": (1, None),
+    "dsa_indexer_scoring_relu": (True,),
 }
-# those that ours does not have
-UNKNOWN = {"dsa_indexer_topk_freq": (1, None), "dsa_indexer_scoring_relu": (True,)}
+"""Options that Megatron's DSA does not read, then those that ours does not have, and the values that they may have."""
 
 
 def is_indexed(module: Any) -> bool:
@@ -47,14 +47,13 @@ def is_indexed(module: Any) -> bool:
 
 
 def refuse_indexed(config: Any) -> None:
-    """Raise a ValueError for options with which Megatron's DSA and ours would not be the same."""
-    for options, reason in (
-        (UNREAD, "Megatron's DSA does not read it"),
-        (UNKNOWN, "DSA with a tree has no such index"),
-    ):
-        for name, off in options.items():
-            if (value := getattr(config, name, off[0])) not in off:
-                raise ValueError(f"{name}={value!r} with experimental_attention_variant='dsa': {reason}. Unset it")
+    """Raise a ValueError for options with which DSA with a tree would not be what the user expects."""
+    for name, off in OFF.items():
+        if (value := getattr(config, name, off[0])) not in off:
+            raise ValueError(
+                f"{name}={value!r} in a layer with DSA (experimental_attention_variant='dsa'), which has no such "
+                f"option with a tree: set it to {off[0]!r}"
+            )
     recomputes = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
     attention = lookup("megatron.core.transformer.attention:Attention")
     passed = inspect.signature(attention._checkpointed_attention_forward).parameters
