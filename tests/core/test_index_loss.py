@@ -114,7 +114,9 @@ def test_without_gradients_only_the_loss():
     ("change", "message"),
     [
         (dict(index_weights=torch.zeros(2, SEQ)), r"index_weights must be \[2, 48, 3\]"),
-        (dict(index_scale=0.0), r"softmax_scale=0.0 must be a positive number"),
+        (dict(index_scale=0.0), "index_scale=0.0 must be a positive number"),
+        (dict(softmax_scale=-1), "softmax_scale=-1 must be a positive number"),
+        (dict(epsilon=-1.0), "epsilon=-1.0 is added to probabilities"),
         (dict(q=torch.zeros(2, SEQ - 1, 4, 6)), r"q \[2, 47, 4, 6\] and k \[2, 48, 2, 6\] must have the tokens of ind"),
         (dict(k=torch.zeros(2, SEQ, 3, 6)), "q has 4 heads and k 3: the number of KV heads must divide"),
         (dict(selected=torch.zeros(2, SEQ, 3)), "selected must be int32"),

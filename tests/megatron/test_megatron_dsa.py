@@ -109,6 +109,7 @@ def test_bf16_is_as_good_as_on_one_rank():
         assert ours <= 2 * dense, f"{name}: {ours:.2e}, on one rank {dense:.2e}"
 
 
+@pytest.mark.slow
 @pytest.mark.supports("sparse attention (DSA)", with_="checkpoints in another layout")
 def test_checkpoints(tmp_path):
     run_distributed(_store_and_load, 4, str(tmp_path))

@@ -313,6 +313,7 @@ def test_documents_over_data_and_context_ranks(cp):
     check(4, cases, run=dispatched, reference=alone, run_reference=each_alone)
 
 
+@pytest.mark.slow
 def test_dsa_over_data_and_context_ranks():
     """The loss of an indexer is a mean over the tokens of each data-parallel rank; here over all, as many times."""
     cases = [INDEXED(cp=2, padded_for=1, over_data=True, documents=UNEVEN)]

@@ -13,19 +13,14 @@ import torch.distributed as dist
 
 from megatron_tree.integrations import megatron as tree
 from support.megatron_models import SEQ_LENGTH, VOCAB, forward_backward, set_weights, transformer_config
+from support.megatron_release import DSA as OPTIONS
 
-DSA = (
-    ("experimental_attention_variant", "dsa"),
-    ("dsa_indexer_n_heads", 16),  # with few heads many scores are 0, and which of these are selected is open
-    ("dsa_indexer_head_dim", 16),
-    ("dsa_indexer_topk", 9),
-    ("dsa_indexer_loss_coeff", 0.5),
-)
+DSA = tuple(OPTIONS.items())
 
 
 def with_options(**options):
     """DSA with other options."""
-    return tuple((dict(DSA) | options).items())
+    return tuple((OPTIONS | options).items())
 
 
 class Duplicated(torch.nn.Linear):

@@ -22,7 +22,7 @@ from ..layout import Layout, Segment, Sharding
 from ..merge import NEG_INF, SumReducer, state_dtype
 from ..spec import AttnSpec
 from .autograd import goes_backward
-from .selection import KeysInOrder, check_index, sharding_of, strips
+from .selection import KeysInOrder, check_index, check_scale, sharding_of, strips
 from .sequences import layouts_of
 from .validate import check_heads, check_selected
 
@@ -65,12 +65,16 @@ def tree_index_loss_func(
     ranks = comm.Ranks.of(cp_group, index_q.device, config)
     (layout,) = layouts_of(layout, ranks, "tree_index_loss_func", index_k=index_k)
     with ranks.call("tree_index_loss_func", differentiable=True) as call:
-        check_index(index_q, index_weights, index_k, 1, index_scale)
+        check_index(index_q, index_weights, index_k, 1, 1.0)
         check_heads(q, k, k, "k", "k")
         if q.shape[:2] != index_q.shape[:2] or k.shape[1] != q.shape[1]:
             raise ValueError(
                 f"q {list(q.shape)} and k {list(k.shape)} must have the tokens of index_q {list(index_q.shape)}"
             )
+        check_scale("softmax_scale", softmax_scale)
+        check_scale("index_scale", index_scale)
+        if not 0 <= epsilon < 1:
+            raise ValueError(f"epsilon={epsilon} is added to probabilities: pass a number from 0 to 1")
         if selected is not None:
             check_selected(selected, q, AttnSpec(softmax_scale=softmax_scale), None)
         sharding, backward = sharding_of(index_k, ranks, layout), goes_backward(index_q, index_weights, index_k)

@@ -317,5 +317,9 @@ def check_index(q: Tensor, weights: Tensor, k: Tensor, topk: int, scale: float, 
             raise ValueError(f"{name} must be {list(shape)} on {q.device} to match index_q, got {describe(x)}")
     if topk is None or check_positive("topk", topk) is None:
         raise ValueError("topk must be a positive integer, got None")
+    check_scale("softmax_scale", scale)
+
+
+def check_scale(name: str, scale: float) -> None:
     if isinstance(scale, bool) or not math.isfinite(scale) or scale <= 0:
-        raise ValueError(f"softmax_scale={scale!r} must be a positive number")
+        raise ValueError(f"{name}={scale!r} must be a positive number")
