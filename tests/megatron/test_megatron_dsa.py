@@ -227,6 +227,7 @@ def test_what_the_forward_can_not_take(rank, world):
         for changed, *said in (
             (dict(x=None), "x=False", "needs the layer's input x"),
             (dict(attention_bias=q), "attention_bias=True", "takes no bias"),
+            (dict(up_v_weight=q), "value=True, up_v_weight=True are given"),
             (dict(attn_mask_type=AttnMaskType.no_mask), "AttnMaskType.no_mask", "use causal"),
             (dict(packed_seq_params=PackedSeqParams(qkv_format="bshd")), "qkv_format='bshd'", "'thd'"),
             (dict(attention_mask=torch.arange(8).eq(0).expand(1, 1, 4, 8)), "attention_mask (1, 1, 4, 8)"),

@@ -64,7 +64,7 @@ def tree_index_loss_func(
     """
     ranks = comm.Ranks.of(cp_group, index_q.device, config)
     (layout,) = layouts_of(layout, ranks, "tree_index_loss_func", index_k=index_k)
-    with ranks.call("tree_index_loss_func", differentiable=True) as call:
+    with ranks.call("tree_index_loss_func") as call:
         check_index(index_q, index_weights, index_k, 1, 1.0)
         check_heads(q, k, k, "k", "k")
         if q.shape[:2] != index_q.shape[:2] or k.shape[1] != q.shape[1]:

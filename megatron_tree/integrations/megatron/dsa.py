@@ -24,9 +24,10 @@ from megatron.core.transformer.spec_utils import build_module  # isort: skip
 class TreeDSAttention(TreeDotProductAttention):
     """Replaces `DSAttention`; same parameters, so checkpoints fit. Any number of context-parallel ranks.
 
-    The indexer and the scaling and the log of its loss are Megatron's. Index keys of all ranks are gathered, and
+    The indexer, and the scaling and the log of its loss, are Megatron's. Index keys of all ranks are gathered, and
     selection is exact over all of them; attention runs as everywhere, under the mask of the selected keys. In training
-    with `dsa_indexer_loss_coeff` keys are gathered once more, for the loss. There is no dropout, as in Megatron.
+    with `dsa_indexer_loss_coeff` every rank gathers all keys of its heads once more, for the loss; without, or with 0,
+    the indexer gets no gradient. There is no dropout, as in Megatron.
 
     Args:
         submodules: Megatron's `DSAttentionSubmodules`.
@@ -95,12 +96,15 @@ class TreeDSAttention(TreeDotProductAttention):
                 f"attention_bias={attention_bias is not None}, x={x is not None}, qr={qr is not None} are given: DSA "
                 "takes no bias, and needs the layer's input x and its compressed queries qr"
             )
+        if (value is None) != (up_v_weight is not None):
+            raise ValueError(
+                f"value={value is not None}, up_v_weight={up_v_weight is not None} are given: pass one of the two"
+            )
         if packed_seq_params is not None:
             query, key, value = (y.unsqueeze(1) if y is not None and y.dim() == 3 else y for y in (query, key, value))
             x, qr = (y.unsqueeze(1) if y.dim() == 2 else y for y in (x, qr))
         where = self._where(query, attention_mask, attn_mask_type, packed_seq_params)
-        coeff = self.config.dsa_indexer_loss_coeff or 0.0
-        learns = self.training and torch.is_grad_enabled() and coeff > 0
+        learns = self.training and torch.is_grad_enabled() and (self.config.dsa_indexer_loss_coeff or 0) > 0
         index = self._index(x, qr, query, where, learns)
         value = key[..., : up_v_weight.shape[-1]] if value is None else value
         q, k, v = (y.transpose(0, 1) for y in (query, key, value))
@@ -110,17 +114,19 @@ class TreeDSAttention(TreeDotProductAttention):
         if up_v_weight is not None:
             out = torch.einsum("bshc,hdc->bshd", out, up_v_weight.to(out))
         out = out.transpose(0, 1).flatten(2)
-        if not learns:
-            return out
-        if not self.config.dsa_indexer_use_sparse_loss:
+        return self._with_loss(out, index, q.detach(), k.detach(), options) if learns else out
+
+    def _with_loss(self, out: Tensor, index: list[Tensor], q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
+        """out, whose backward adds the gradient of the indexer's loss. options: of `tree_attn_func`."""
+        layout, cp_group, config = options["layout"], options["cp_group"], self.config
+        if not config.dsa_indexer_use_sparse_loss:
             options["selected"] = None
-        tp_group = self.tp_group if self.tp_group.size() > 1 else None
-        options |= dict(head_group=tp_group, epsilon=compat.index_epsilon())
-        divergence = tree_index_loss_func(*index, q.detach(), k.detach(), **options)
-        layout, ranks = where["layout"], comm.group_size(where["cp_group"])
-        count = q.shape[0] * (q.shape[1] * ranks if layout == "zigzag" else sum(layout.lengths))
-        about = dict(layer_number=self.layer_number, config=self.config, cp_group=where["cp_group"])
-        return compat.attach_index_loss(out, divergence, coeff=coeff, count=count, **about)
+        head_group = self.tp_group if self.tp_group.size() > 1 else None
+        of_loss = dict(head_group=head_group, epsilon=compat.index_epsilon())
+        divergence = tree_index_loss_func(*index, q, k, **options, **of_loss)
+        count = len(q) * (q.shape[1] * comm.group_size(cp_group) if layout == "zigzag" else sum(layout.lengths))
+        about = dict(coeff=config.dsa_indexer_loss_coeff, count=count, layer_number=self.layer_number)
+        return compat.attach_index_loss(out, divergence, **about, config=config, cp_group=cp_group)
 
     def _where(self, query: Tensor, mask: Tensor | None, mask_type: Any, packed: Any) -> dict[str, Any]:
         """How the batch lies on the ranks, as the public functions take it. Raises ValueError for what is not causal,
