@@ -160,10 +160,29 @@ def selected(q: Tensor, weights: Tensor, k: Tensor, topk: int, keep: Tensor, sca
     of equal ones the earlier. q [b, s_q, h_i, d_i], weights [b, s_q, h_i], k [b, s_k, d_i] in the order of positions;
     keep bool [b, s_q, s_k], the visible pairs.
     """
-    index = torch.einsum("bqh,bhqk->bqk", weights, (torch.einsum("bqhd,bkd->bhqk", q, k) * scale).clamp(min=0))
+    index = _index(q, weights, k, scale)
     order = index.masked_fill(~keep, NEG_INF).sort(dim=-1, descending=True, stable=True).indices
     best = torch.zeros_like(keep).scatter_(-1, order[..., :topk], True)
     return best & keep
+
+
+def index_divergence(
+    index_q, index_weights, index_k, q, k, *, spec: AttnSpec, keep: Tensor, scale: float = 1.0, epsilon: float = 0.0
+) -> Tensor:
+    """How far an index is from the attention that it is to predict, equation (17): [b, s_q], differentiable.
+
+    Arguments as in `selected` and `scores`; keep bool [b, s_q, s_k], with a key for every query. epsilon is added to
+    probabilities before their logarithm.
+    """
+    target = scores(q, k, spec, keep).softmax(-1).mean(1)
+    index = _index(index_q, index_weights, index_k, scale).masked_fill(~keep, NEG_INF).softmax(-1)
+    target_log, index_log = ((x + epsilon).where(keep, 1.0).log() for x in (target, index))
+    return (target * (target_log - index_log)).sum(-1)
+
+
+def _index(q: Tensor, weights: Tensor, k: Tensor, scale: float) -> Tensor:
+    """I_ia of equation (16), [b, s_q, s_k]."""
+    return torch.einsum("bqh,bhqk->bqk", weights, (torch.einsum("bqhd,bkd->bhqk", q, k) * scale).clamp(min=0))
 
 
 def logsumexp(s: Tensor) -> Tensor:

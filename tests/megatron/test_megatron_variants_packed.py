@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron_tree import shard_positions
 from megatron_tree.integrations import megatron as tree
 from megatron_tree.integrations.megatron.megatron_lm import dispatched_batches
+from support.megatron_dsa import DSA, build_weighted, run_dsa, with_options
 from support.megatron_hybrid import build_hybrid, mixers_in_torch
 from support.megatron_models import (
     VOCAB,
@@ -293,6 +294,23 @@ def test_recurrent_layers(pattern):
         check(2, [Packed(cp=2, **kind, **ONE)], run=functools.partial(_hybrid, run=run, pattern=pattern), **reference)
 
 
+INDEXED = functools.partial(Packed, mla=True, tree=True, extra=DSA, **ONE)
+
+
+def _dsa_alone(case, times=1.0):
+    return run_dsa(case, each_alone, functools.partial(build_weighted, times=times))
+
+
+@pytest.mark.supports("sparse attention (DSA)", with_="packed sequences: cut one by one, dispatched, as a whole")
+def test_dsa():
+    """Of documents with fewer and more tokens than a query selects."""
+    sparse = with_options(dsa_indexer_use_sparse_loss=True, rope_type="yarn")
+    cases = {packed: dict(padded_for=2, extra=sparse), dispatched: dict(padded_for=3), inter_document: {}}
+    for run, kind in cases.items():
+        options = dict(run=functools.partial(run_dsa, run=run), reference=alone, run_reference=_dsa_alone)
+        check(2, [INDEXED(cp=2, **kind)], **options)
+
+
 UNEVEN = (1, 70, 2, 9, 0, 3, 16, 5)
 DYNAMIC = functools.partial(Packed, tree=True, padded_for=1, over_data=True, documents=UNEVEN, **ONE)
 
@@ -304,6 +322,14 @@ def test_documents_over_data_and_context_ranks(cp):
     kinds += [MROPE]
     cases = [DYNAMIC(cp=cp, **kind) for kind in kinds]
     check(4, cases, run=dispatched, reference=alone, run_reference=each_alone)
+
+
+@pytest.mark.slow
+def test_dsa_over_data_and_context_ranks():
+    """The loss of an indexer is a mean over the tokens of each data-parallel rank; here over all, as many times."""
+    cases = [INDEXED(cp=2, padded_for=1, over_data=True, documents=UNEVEN)]
+    reference = dict(reference=alone, run_reference=functools.partial(_dsa_alone, times=2.0))
+    check(4, cases, run=functools.partial(run_dsa, run=dispatched), **reference)
 
 
 @pytest.mark.parametrize(("pattern", "cp"), [("M*-M", 2), ("G*", 1)])

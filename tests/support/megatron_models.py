@@ -190,12 +190,14 @@ def build_model(case, **options):
 
 
 def set_weights(model):
-    """Weights that depend on the parameter's name and the tensor and pipeline rank alone, exact in every dtype."""
+    """Weights that depend on the parameter's name and the tensor and pipeline rank alone, exact in every dtype; every
+    tensor-parallel rank has the same indexer."""
     from megatron.core import parallel_state
 
     tp, pp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
     for name, parameter in model.named_parameters():
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + 97 * tp + 89 * pp)
+        part = 0 if ".indexer." in name else tp
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + 97 * part + 89 * pp)
         noise = 0.15 * torch.randn(parameter.shape, generator=generator)
         parameter.data.copy_((noise + ("norm" in name)).bfloat16())
 

@@ -38,18 +38,27 @@ GDN = {  # Megatron's own torch code of the recurrence
     "deterministic_mode": True,
     "activation_func": F.silu,
 }
+DSA = {
+    "experimental_attention_variant": "dsa",
+    "dsa_indexer_n_heads": 16,  # with few heads many scores are 0, and which of these are selected is open
+    "dsa_indexer_head_dim": 16,
+    "dsa_indexer_topk": 9,
+    "dsa_indexer_loss_coeff": 0.5,
+    "calculate_per_token_loss": True,
+    "add_bias_linear": False,
+}
 MAMBA = {"mamba_num_heads": 3, "mamba_head_dim": 8, "mamba_state_dim": 4, "mamba_num_groups": 1}
 
 
 def config_of(kind, cp, cp_comm_type):
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-    make = MLATransformerConfig if kind == "mla" else TransformerConfig
+    make = MLATransformerConfig if kind in ("mla", "dsa") else TransformerConfig
     return make(
         num_layers=2,
         hidden_size=32,
         num_attention_heads=4,
-        num_query_groups=4 if kind == "mla" else 2,
+        num_query_groups=4 if kind in ("mla", "dsa") else 2,
         normalization="RMSNorm",
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -60,14 +69,18 @@ def config_of(kind, cp, cp_comm_type):
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
-        **{"gqa": {}, "mla": MLA, "gdn": GDN, "mamba": MAMBA}[kind],
+        **{"gqa": {}, "mla": MLA, "gdn": GDN, "mamba": MAMBA, "dsa": MLA | DSA}[kind],
     )
 
 
-def layer_spec(kind, by_spec):
+def layer_spec(kind, by_spec, config):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.spec_utils import import_module
 
+    if kind == "dsa":
+        from support.megatron_dsa import dsa_block
+
+        return dsa_block(config)
     if kind == "gdn":
         block = gated_delta_net_block("G*")
         return tree.use_tree_attention(block) if by_spec else block
@@ -91,10 +104,11 @@ def gated_delta_net_block(pattern):
     return TransformerBlockSubmodules(layer_specs=[layers[x] for x in pattern], layer_norm=WrappedTorchNorm)
 
 
-def recurrent_kinds(way):
-    """Ours. A patch knows attention only: then gated delta nets of a release whose own take a cp_comm_type."""
+def further_kinds(way):
+    """Recurrent layers: ours. A patch knows attention only: then gated delta nets of a release whose own take a
+    cp_comm_type. DSA, whose configuration install() lets through."""
     if way != "patch":
-        return ["gdn", "mamba"]
+        return ["gdn", "mamba"] + ["dsa"] * (way == "install")
     module = importlib.import_module("megatron.core.ssm.gated_delta_net")
     return ["gdn"] * ("cp_comm_type" in inspect.signature(module.GatedDeltaNet.__init__).parameters)
 
@@ -102,9 +116,11 @@ def recurrent_kinds(way):
 @contextlib.contextmanager
 def kernels_in_torch(kind):
     """Context for models of this kind."""
+    from support.megatron_dsa import hadamard_in_torch
     from support.megatron_hybrid import mamba_in_torch
 
-    with {"gdn": gated_delta_net_in_torch, "mamba": mamba_in_torch}.get(kind, contextlib.nullcontext)():
+    kernels = {"gdn": gated_delta_net_in_torch, "mamba": mamba_in_torch, "dsa": hadamard_in_torch}
+    with kernels.get(kind, contextlib.nullcontext)():
         yield
 
 
@@ -151,9 +167,9 @@ def losses_and_gradients(way, kind, cp):
     torch.manual_seed(1)
     cp_comm_type = "tree" if way == "spec" else ["tree", "tree"]  # a list needs install() or the patch up to 0.16
     config, by_spec = config_of(kind, cp, cp_comm_type if cp > 1 else None), way == "spec" and cp > 1
-    model = hybrid_model(config, by_spec) if kind == "mamba" else gpt_model(config, layer_spec(kind, by_spec))
+    model = hybrid_model(config, by_spec) if kind == "mamba" else gpt_model(config, layer_spec(kind, by_spec, config))
     cores = {type(module).__name__ for name, module in model.named_modules() if name.endswith(".core_attention")}
-    assert cores == {"DotProductAttention" if cp == 1 else "TreeDotProductAttention"}, cores
+    assert cores == {("" if cp == 1 else "Tree") + ("DSAttention" if kind == "dsa" else "DotProductAttention")}, cores
     tokens = torch.randint(VOCAB, (2, SEQ + 1), generator=torch.Generator().manual_seed(2))
     batch = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
     batch["position_ids"] = torch.arange(SEQ).expand(2, SEQ).contiguous()
@@ -196,7 +212,7 @@ def wanted_keys():
 
 def compare(rank, world, way):
     """A small model on `world` ranks against one, tree attention by `way`. Returns the kinds of attention."""
-    kinds = ["gqa", "mla", *recurrent_kinds(way)]
+    kinds = ["gqa", "mla", *further_kinds(way)]
     if way == "patch":
         assert compat.is_patched()
         assert not compat.misreads_cp_comm_type_list()

@@ -79,8 +79,8 @@ def tree_select_func(
     ranks = comm.Ranks.of(cp_group, index_q.device, config)
     (layout,) = layouts_of(layout, ranks, "tree_select_func", index_k=index_k)
     with ranks.call("tree_select_func") as call:
-        _check(index_q, index_weights, index_k, topk, softmax_scale)
-        sharding, tree = _sharding(index_k, ranks, layout), getattr(layout, "tree", ())
+        check_index(index_q, index_weights, index_k, topk, softmax_scale)
+        sharding, tree = sharding_of(index_k, ranks, layout), getattr(layout, "tree", ())
         if blocks is not None and tree:
             raise ValueError("blocks can't be selected in a prefix tree, which parts within them: pass the rows apart")
         b, _, h, d = index_q.shape
@@ -88,11 +88,8 @@ def tree_select_func(
             batch=b, heads=h, dim=d, topk=topk, seq_len=sharding.seq_len, layout=str(layout), scale=softmax_scale,
             dtype=index_k.dtype, block=None if blocks is None else blocks.size, config=config,
         )  # fmt: skip
-        rows = index_k.transpose(0, 1)
-        padded = torch.cat((rows, rows.new_zeros(sharding.rows - rows.shape[0], b, d)))
-        keys = ranks.gather(padded)
-    of_ranks, queries = (_segments(sharding, tree, *held) for held in (zip(range(ranks.size)), [(ranks.rank,)]))
-    keys = _Keys(keys, of_ranks, parents=[run.parent for run in tree])
+        keys = KeysInOrder.gathered(index_k, sharding, ranks, tree)
+    queries = _segments(sharding, tree, (ranks.rank,))
     if blocks is not None:
         keys = keys.in_blocks(blocks)
     lengths = [run.depth + run.length for run in tree] or getattr(layout, "lengths", (sharding.seq_len,))
@@ -131,7 +128,7 @@ def tree_select_prefill(
     """
     ranks = comm.Ranks.of(cp_group, index_q.device, config)
     with ranks.call("tree_select_prefill") as call:
-        _check(index_q, index_weights, index_k, topk, softmax_scale, cached=True)
+        check_index(index_q, index_weights, index_k, topk, softmax_scale, cached=True)
         shares, segments = check_runs(shares), _in_blocks(check_segments(key_segments), block_size)
         chunk = PromptChunk(ranks.rank, shares, segments, None, None)
         b, n, h, d = index_q.shape
@@ -152,11 +149,11 @@ def tree_select_prefill(
         if queries_travel(lengths, counts, h * (d + 1) * 4 + wanted * 8, d * index_k.element_size()):
             asked = torch.cat((index_q.float().flatten(2), index_weights.float()), -1).transpose(0, 1).contiguous()
             asked = ranks.gather_rows(asked, lengths).transpose(0, 1)
-            asked, keys = asked.split((h * d, h), -1), _Keys(rows, segments[chunk.rank], block_size)
+            asked, keys = asked.split((h * d, h), -1), KeysInOrder(rows, segments[chunk.rank], block_size)
             lists = _lists(asked[0].unflatten(-1, (h, d)), asked[1], keys, _in_order(shares), wanted, softmax_scale)
             return _tokens(_merged(lists, lengths, ranks), queries, block_size)
         keys = ranks.gather_rows(rows, counts)
-    keys = _Keys(keys, _one_after_another(segments, counts), block_size)
+    keys = KeysInOrder(keys, _one_after_another(segments, counts), block_size)
     return _select(index_q, index_weights, keys, queries, wanted, softmax_scale)
 
 
@@ -210,15 +207,19 @@ def _in_blocks(segments: list[list[Segment]], size: int) -> list[list[Segment]]:
     ]
 
 
-def _select(q: Tensor, weights: Tensor, keys: _Keys, queries: Sequence[Segment], wanted: int, scale: float) -> Tensor:
+def _select(
+    q: Tensor, weights: Tensor, keys: KeysInOrder, queries: Sequence[Segment], wanted: int, scale: float
+) -> Tensor:
     """int32 [b, n, m]: positions of the tokens that these queries select with `wanted` keys."""
     return _tokens(_lists(q, weights, keys, queries, wanted, scale), queries, keys.size)
 
 
-def _lists(q: Tensor, weights: Tensor, keys: _Keys, queries: Sequence[Segment], wanted: int, scale: float) -> Tensor:
+def _lists(
+    q: Tensor, weights: Tensor, keys: KeysInOrder, queries: Sequence[Segment], wanted: int, scale: float
+) -> Tensor:
     """int64 [b, n, wanted]: the best of these keys for each query, as `merge.ranked` entries, then `NO_ENTRY`."""
     lists = torch.full((*q.shape[:2], wanted), NO_ENTRY, device=q.device)
-    for strip in _strips(queries):
+    for strip in strips(queries):
         at, (k, numbers) = slice(strip.row, strip.row + strip.length), keys.before(strip)
         own = torch.arange(strip.pos, strip.pos + strip.length, device=k.device)
         later = (numbers + 1) * keys.size > own[:, None] + 1
@@ -237,7 +238,7 @@ def _tokens(lists: Tensor, queries: Sequence[Segment], size: int) -> Tensor:
     return torch.cat((tokens, after), -1).to(torch.int32)
 
 
-class _Keys:
+class KeysInOrder:
     """Keys [rows, b, d] of all ranks, or of one, in the order of documents and positions; of tokens, or of blocks of
     `size` tokens.
 
@@ -247,7 +248,9 @@ class _Keys:
     def __init__(self, rows: Tensor, segments: Sequence[Segment], size: int = 1, parents: Sequence[int] = ()):
         order = sorted(segments, key=lambda s: (s.seq, s.pos))
         at = [torch.arange(s.row, s.row + s.length, device=rows.device) for s in order]
-        self._rows = rows.transpose(0, 1)[:, torch.cat(at)] if at else rows.transpose(0, 1)
+        self.source = torch.cat(at) if at else torch.arange(len(rows), device=rows.device)
+        """int64: the row of each key."""
+        self._rows = rows.transpose(0, 1)[:, self.source]
         parts = [torch.arange(s.pos, s.pos + s.length, device=rows.device) for s in order]
         self._numbers = torch.cat(parts) if parts else torch.arange(0, device=rows.device)
         self._documents: dict[int, tuple[int, int]] = {}
@@ -258,7 +261,15 @@ class _Keys:
             self._documents[s.seq] = start, length + s.length
             first += s.length
 
-    def in_blocks(self, blocks: Blocks) -> _Keys:
+    @classmethod
+    def gathered(cls, x: Tensor, sharding: Sharding, ranks: comm.Ranks, tree: Sequence[TreeRun] = ()) -> KeysInOrder:
+        """Of x [b, s/p, d] of every rank; tree: the runs of a prefix tree, if it is one. Collective."""
+        rows = x.transpose(0, 1)
+        padded = torch.cat((rows, rows.new_zeros(sharding.rows - len(rows), *rows.shape[1:])))
+        segments = _segments(sharding, tree, *((r,) for r in range(ranks.size)))
+        return cls(ranks.gather(padded), segments, parents=[run.parent for run in tree])
+
+    def in_blocks(self, blocks: Blocks) -> KeysInOrder:
         """The keys of the tokens' complete blocks."""
         parts, segments, at = [], [], 0
         for document, (start, length) in self._documents.items():
@@ -267,7 +278,7 @@ class _Keys:
             parts.append(blocks.key(tokens, torch.arange(count, device=tokens.device) * blocks.size))
             segments.append(Segment(at, 0, count, document))
             at += count
-        return _Keys(torch.cat(parts or [self._rows[:, :0]], 1).transpose(0, 1), segments, blocks.size)
+        return KeysInOrder(torch.cat(parts or [self._rows[:, :0]], 1).transpose(0, 1), segments, blocks.size)
 
     def before(self, queries: Segment) -> tuple[Tensor, Tensor]:
         """[b, n, d], int64 [n]: the keys of these queries' document up to the last of them, in a tree with those of the
@@ -284,8 +295,13 @@ class _Keys:
         rows, numbers = zip(*reversed(parts))
         return torch.cat(rows, 1), torch.cat(numbers)
 
+    def place(self, queries: Segment) -> slice:
+        """Where the keys of `before` are in this order, of a whole document's tokens."""
+        start, _ = self._documents[queries.seq]
+        return slice(start, start + queries.pos + queries.length)
 
-def _strips(segments: Sequence[Segment]) -> Iterator[Segment]:
+
+def strips(segments: Sequence[Segment]) -> Iterator[Segment]:
     """Short segments, so that the scores of all their keys are few numbers."""
     for s in segments:
         first, end = s.pos, s.pos + s.length
@@ -295,7 +311,7 @@ def _strips(segments: Sequence[Segment]) -> Iterator[Segment]:
             first += count
 
 
-def _sharding(x: Tensor, ranks: comm.Ranks, layout: Layout) -> Sharding:
+def sharding_of(x: Tensor, ranks: comm.Ranks, layout: Layout) -> Sharding:
     world, rank = ranks.size, ranks.rank
     layout = check_layout(layout, world)
     seq_len = sum(layout) if isinstance(layout, tuple) else x.shape[1] * world
@@ -311,7 +327,7 @@ def _segments(sharding: Sharding, tree: Sequence[TreeRun], *holders: tuple[int, 
     return tuple(s._replace(pos=sharding.layout.starts[s.seq] + s.pos) for s in segments) if tree else segments
 
 
-def _check(q: Tensor, weights: Tensor, k: Tensor, topk: int, softmax_scale: float, *, cached: bool = False) -> None:
+def check_index(q: Tensor, weights: Tensor, k: Tensor, topk: int, scale: float, *, cached: bool = False) -> None:
     """cached: index_k may have any number of keys."""
     if not isinstance(q, Tensor) or q.dim() != 4:
         raise ValueError(f"index_q must be [batch, tokens, index heads, dim], got {describe(q)}")
@@ -321,5 +337,9 @@ def _check(q: Tensor, weights: Tensor, k: Tensor, topk: int, softmax_scale: floa
             raise ValueError(f"{name} must be {list(shape)} on {q.device} to match index_q, got {describe(x)}")
     if topk is None or check_positive("topk", topk) is None:
         raise ValueError("topk must be a positive integer, got None")
-    if isinstance(softmax_scale, bool) or not math.isfinite(softmax_scale) or softmax_scale <= 0:
-        raise ValueError(f"softmax_scale={softmax_scale!r} must be a positive number")
+    check_scale("softmax_scale", scale)
+
+
+def check_scale(name: str, scale: float) -> None:
+    if isinstance(scale, bool) or not math.isfinite(scale) or scale <= 0:
+        raise ValueError(f"{name}={scale!r} must be a positive number")

@@ -33,6 +33,25 @@ def index_scores(q: Tensor, weights: Tensor, k: Tensor, scale: float) -> Tensor:
     return scores
 
 
+def index_scores_bwd(
+    dscores: Tensor, q: Tensor, weights: Tensor, k: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq [n, h, d], dweights [n, h], dk [s, d]) in fp32 of dscores fp32 [n, s], the gradient of `index_scores`."""
+    (n, h, d), s = q.shape, k.shape[0]
+    q, weights, k = q.float().reshape(n * h, d), weights.float()[..., None], k.float()
+    dq, dweights, dk = torch.zeros_like(q), torch.zeros_like(weights), torch.empty_like(k)
+    step = max(LEAST, PRODUCTS // max(1, n * h))
+    with torch.autocast(q.device.type, enabled=False):
+        for some in (slice(i, i + step) for i in range(0, s, step)):
+            products = (q @ k[some].T).mul_(scale).relu_().view(n, h, -1)
+            of_keys = dscores[:, some]
+            dweights += torch.bmm(products, of_keys[..., None])
+            dproducts = (of_keys[:, None] * weights).mul_(scale).masked_fill_(products == 0, 0).view(n * h, -1)
+            dq.addmm_(dproducts, k[some])
+            dk[some] = dproducts.T @ q
+    return dq.view(n, h, d), dweights[..., 0], dk
+
+
 def best_keys(q: Tensor, weights: Tensor, cache: KVCache, topk: int, scale: float) -> tuple[Tensor, Tensor]:
     """The `topk` best keys of every query among those that it sees: lists of `merge.ranked`, and their slots.
 

@@ -242,15 +242,17 @@ def _refuse(module: Any, packed: TreePackedSeqParams | None = None) -> None:
 
 
 def _refuse_tree(model: Any) -> None:
-    reason, number = None, getattr(getattr(model, "config", None), "mtp_num_layers", None)
+    reason, refused, number = None, model, getattr(getattr(model, "config", None), "mtp_num_layers", None)
     if getattr(model, "position_embedding_type", None) == "mrope":
         reason = "multimodal positions (position_embedding_type='mrope')"
     elif number:
         reason = f"mtp_num_layers={number}, which predict tokens after rows have parted"
+    elif indexed := next((module for module in model.modules() if hasattr(module, "indexer")), None):
+        reason, refused = "an index, whose loss is of whole rows", indexed
     if reason:
         raise ValueError(
-            f"{type(model).__name__} has {reason}: it takes no prefix_tree. Pack the rows as documents (dispatch_batch "
-            "with cu_seqlens)"
+            f"{type(refused).__name__} has {reason}: it takes no prefix_tree. Pack the rows as documents "
+            "(dispatch_batch with cu_seqlens)"
         )
 
 

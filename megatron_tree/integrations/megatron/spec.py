@@ -13,6 +13,7 @@ from ...core.errors import TreeError
 from . import compat
 from .attention import TreeDotProductAttention
 from .documents import watch_batches
+from .dsa import TreeDSAttention
 from .recurrent import ShardedMixer
 
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module  # isort: skip
@@ -20,11 +21,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer  # isor
 
 
 def use_tree_attention(layer_spec: Any, *, tree_config: TreeConfig | None = None) -> Any:
-    """A copy of a layer or block spec with TreeDotProductAttention as every `core_attention`, and with gated delta nets
-    and Mamba mixers that run on shards of a sequence.
+    """A copy of a layer or block spec with TreeDotProductAttention as every `core_attention`, or TreeDSAttention in
+    place of Megatron's DSA, and with gated delta nets and Mamba mixers that run on shards of a sequence.
 
     The `cp_comm_type` of a layer then chooses its schedule; None means "tree". The spec of a hybrid stack has layers
-    that a model may not use: beside plain dense attention, another kind is an error only when it is built.
+    that a model may not use: beside attention of these kinds, another one is an error only when it is built.
 
     Args:
         layer_spec: ModuleSpec, block submodules, or any nesting of them in dataclasses, lists, dicts and
@@ -179,13 +180,16 @@ class SpecForTree(MixersForTree):
     def core_attention(self, old: Any) -> Any:
         if getattr(old, "module", None) is NotPlainAttention:
             return old
-        if getattr(old, "submodules", None) is not None:
+        indexed = isinstance(old, ModuleSpec) and (old.module is TreeDSAttention or compat.is_indexed(old.module))
+        if getattr(old, "submodules", None) is not None and not indexed:
             self.refused.append(old.module)
             return ModuleSpec(module=NotPlainAttention, params={"replaces": old.module})
         self.found = True
         if is_tree(old) and self.tree_config in (None, getattr(old, "params", {}).get("tree_config")):
             return old
         params = {} if self.tree_config is None else {"tree_config": self.tree_config}
+        if indexed:
+            return dataclasses.replace(old, module=TreeDSAttention, params={**(old.params or {}), **params})
         return ModuleSpec(module=TreeDotProductAttention, params=params)
 
 

@@ -23,6 +23,7 @@ from .call import (
 )
 from .checkpoint import loading_torch_adam, no_manager_process, sharded_parameters
 from .cuda import core_replacements, training_replacements
+from .indexed import attach_index_loss, index_epsilon, is_indexed, project_index, refuse_indexed
 from .layers import (
     attention_classes,
     decoder_layer_specs,

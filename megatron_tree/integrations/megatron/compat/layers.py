@@ -18,10 +18,13 @@ from .release import UnsupportedMegatronError, has_module, lookup, megatron_vers
 
 def attention_classes() -> tuple[type, ...]:
     """The attention layers that build a core attention from `submodules.core_attention`."""
-    paths = (
+    paths = [
         "megatron.core.transformer.attention:Attention",
         "megatron.core.transformer.multi_latent_attention:MultiLatentAttention",
-    )
+    ]
+    absorbed = "megatron.core.transformer.experimental_attention_variant.absorbed_mla"
+    if has_module(absorbed):  # from 0.19 on, for DSA
+        paths.append(f"{absorbed}:AbsorbedMLASelfAttention")
     classes = tuple(lookup(path) for path in paths)
     for cls in classes:
         missing = {"submodules", "cp_comm_type"} - set(inspect.signature(cls.__init__).parameters)

@@ -140,17 +140,18 @@ def short_convolution(mixer: Any, weight: Tensor, bias: Tensor | None, activatio
 
 
 def checked_without_exchange(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
-    """`TransformerConfig.__post_init__` for gated delta nets whose ranks do not exchange heads.
+    """`TransformerConfig.__post_init__` for gated delta nets whose ranks do not exchange heads, and for DSA.
 
-    Megatron refuses context parallelism for them up to 0.17, and from 0.18 on wants heads that the ranks divide. Where
-    all layers have a tree their options are checked as on one rank; all others as for any attention.
+    Megatron refuses context parallelism for the former up to 0.17, and from 0.18 on wants heads that the ranks divide;
+    for the latter up to 0.18, and then wants cp_comm_type "allgather". Where all layers have a tree the options of
+    these are checked as on one rank; all others as for any attention.
     """
 
     @functools.wraps(post_init)
     def checked(config: Any) -> None:
         kinds = config.cp_comm_type if isinstance(config.cp_comm_type, list) else [config.cp_comm_type]
         trees = config.context_parallel_size > 1 and all(kind in TREE_CP_COMM_TYPES for kind in kinds)
-        if config.experimental_attention_variant != "gated_delta_net" or not trees:
+        if config.experimental_attention_variant not in ("gated_delta_net", "dsa") or not trees:
             return post_init(config)
         others = copy.copy(config)
         others.experimental_attention_variant = None
