@@ -16,10 +16,9 @@ from support.hf_models import CONFIGS, tiny_model
 from support.prefix_trees import grown
 from support.ranks import on_ranks, run_distributed
 from support.rounding import assert_near
-from support_matrix import supported
+from support_matrix import slow_but
 from transformers import AutoModelForCausalLM
 
-WITH = "rows that share prefixes (prefix_tree)"
 FAMILIES = ("llama", "qwen2", "gpt2", "llama4_text")  # windows; learned positions; chunks and temperatures
 
 
@@ -35,7 +34,8 @@ def _model(family):
     if family != "llama4_text":
         return tiny_model(family).double().eval()
     torch.manual_seed(1)
-    config = tiny_config(family)
+    layers = ["chunked_attention", "chunked_attention", "full_attention"]
+    config = tiny_config(family, num_hidden_layers=3, layer_types=layers)
     config.attention_chunk_size, config.floor_scale, config.attn_scale = 5, 3, 0.5
     config.no_rope_layers = [1, 0, 1]  # the second sees all tokens, with a temperature by position
     config.layer_types = ["chunked_attention", "full_attention", "chunked_attention"]
@@ -107,10 +107,6 @@ def _trees(rank, world, families, seeds):
     return True
 
 
-@pytest.mark.supports("`llama4_text`", with_=WITH)
-@pytest.mark.supports("`gpt2`", with_=WITH)
-@pytest.mark.supports("`qwen2`", with_=WITH)
-@pytest.mark.supports("`llama`", with_=WITH)
 def test_losses_and_gradients_are_those_of_the_rows():
     """Trees that branch at several depths, on one rank: the mean loss, and a loss of the rows' log-probabilities."""
     _trees(0, 1, FAMILIES, range(2))
@@ -121,7 +117,7 @@ def test_losses_and_gradients_over_ranks(world):
     assert all(run_distributed(_trees, world, FAMILIES[world // 4 :: 2], [world]))
 
 
-@pytest.mark.parametrize("name", supported((name for name in SERVED if name not in FAMILIES), WITH, ()))
+@pytest.mark.parametrize("name", slow_but((), [*(name for name in SERVED if name not in FAMILIES), "gemma3n_text"]))
 def test_architectures(name):
     plain = random_model(name).eval()
     model = copy.deepcopy(plain)
