@@ -21,14 +21,40 @@ LATENT = {
     "v_head_dim": 6,
     "num_key_value_heads": 4,
 }
+WINDOW = 7
+_GEMMA = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 131, "global_head_dim": 16}
+SHARED_KEYS = {"num_kv_shared_layers": 2, "num_hidden_layers": 4}
+SHARED_KEYS |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+_TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
 OF_ONE = {  # what these configurations want besides
-    "cwm": {"bos_token_id": 1, "eos_token_id": 2},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")
+        },
+    },
+    "dbrx": {"d_model": 32, "n_heads": 4, "n_layers": 3}
+    | {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}}
+    | {"ffn_config": {"ffn_hidden_size": 16, "hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2}},
+    "emu3_text_model": _TOKENS,
+    "gemma3n_text": _GEMMA | SHARED_KEYS | {"laurel_rank": 8, "activation_sparsity_pattern": None},
+    "gemma4_text": _GEMMA | {"enable_moe_block": True, "top_k_experts": 2},
+    "gemma4_unified_text": _GEMMA,
+    "llama4_text": {"intermediate_size": 16, "intermediate_size_mlp": 48, "num_experts_per_tok": 1, "floor_scale": 5}
+    | {"num_hidden_layers": 4, "layer_types": None, "attention_chunk_size": WINDOW},
+    "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]]},
+    "minimax_m3_vl_text": {"dense_intermediate_size": 48, "shared_intermediate_size": 16}
+    | {"mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "mllama_text_model": _TOKENS,
+    "roc_bert": {"pronunciation_embed_dim": 8, "shape_embed_dim": 8},
+    "xlnet": {"d_model": 32, "n_head": 4, "d_head": 8},
+    "xmod": {"default_language": "en_XX"},
+    "cwm": _TOKENS,
     "modernbert-decoder": {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
     "phimoe": {"sliding_window": 7},
     "longcat_flash": {"head_dim": 4, "num_layers": 2, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16},
     "ctrl": {"n_embd": 32, "dff": 48, "n_layer": 3, "n_head": 4},
 }
-WINDOW = 7
 _MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 _MAMBA1 = {"mamba_d_state": 8, "mamba_dt_rank": 4}
 _DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
@@ -134,20 +160,18 @@ _BERTS = ("bert", "bert-generation", "camembert", "data2vec-text", "electra", "e
 _BERTS += ("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")
 WHOLE = {
     **dict.fromkeys((*_BERTS, "ctrl", "modernbert-decoder"), "unknown names"),
-    "biogpt": "embed_positions",
     "gpt_bigcode": "a projection to 8 heads of 8",
     "hrm_text": "it runs every layer several times",
     "longcat_flash": "gates and inputs of 16 neurons were expected",  # some experts have no weights
     "mimo_v2_flash": "k_proj",
-    "opt": "embed_positions",
     "zaya": "a projection was expected",
 }
 
 
 def tiny_config(name, **changes):
-    """The configuration of an architecture, made small; changes: other values of its options."""
-    made = transformers.CONFIG_MAPPING[name]()
-    config = made.get_text_config(decoder=True)
+    """The configuration of an architecture's text part, made small; changes: other values of its options."""
+    config = transformers.CONFIG_MAPPING[name]().get_text_config(decoder=True)
+    names = (name, config.model_type, config.model_type.removesuffix("_text"))
     other_names = type(config).attribute_map
     known = set(vars(config)) | set(other_names) | {name for name in SIZES if name.endswith("_token_id")}
     sizes = {key: value for key, value in SIZES.items() if key in known}
@@ -155,20 +179,30 @@ def tiny_config(name, **changes):
         sizes |= {key: value for key, value in LATENT.items() if key in known}
         sizes.pop("head_dim", None)
     special = HYBRIDS | INDEXED | POOLED | STATE_SPACE
-    if name not in special and (kinds := getattr(config, "layer_types", None)):
+    special = next((special[x] for x in names if x in special), {})
+    if not special and (kinds := vars(config).get("layer_types")):
         sizes["layer_types"] = kinds[-3:] if len(set(kinds[-3:])) >= len(set(kinds[:3])) else kinds[:3]
     if vars(config).get("sliding_window"):
         sizes["sliding_window"] = WINDOW
-    return type(config)(**sizes | OF_ONE.get(name, {}) | special.get(name, {}) | changes)
+    return type(config)(**sizes | OF_ONE.get(config.model_type, {}) | special | changes)
 
 
 def random_model(name, **changes):
     """A tiny model of an architecture for evaluation, with larger weights than usual: its tokens depend on them."""
+    return model_of(tiny_config(name, **changes))
+
+
+def model_of(config, name=None):
+    """Likewise, of a configuration; name: of its architecture, where another one has this text part."""
     torch.manual_seed(1)
-    config = tiny_config(name, **changes)
-    of_text = type(config) in transformers.AutoModelForCausalLM._model_mapping
+    mapping = transformers.AutoModelForCausalLM._model_mapping
+    of_text = type(config) in mapping
     auto = transformers.AutoModelForCausalLM if of_text else transformers.AutoModelForImageTextToText  # Mistral 4
-    model = auto.from_config(config, attn_implementation="eager").eval()
+    if name is None or of_text:
+        model = auto.from_config(config, attn_implementation="eager").eval()
+    else:
+        whole = mapping[transformers.CONFIG_MAPPING[name]]
+        model = whole._from_config(config, attn_implementation="eager").eval()
     model.generation_config.eos_token_id = None
     with torch.no_grad():
         for weight_name, weight in model.named_parameters():

@@ -66,12 +66,12 @@ def _alone(make, rows):
     return total, gradients(model)
 
 
-def check_trained_batches(make):
+def check_trained_batches(make, recomputes=(False, True)):
     """On this rank of the default group: batches of all kinds, with and without gradient checkpointing. make() -> the
     model, the same each time."""
     for what, (batch, rows) in _batches().items():
         want, of_one = _alone(make, rows)
-        for recompute in (False, True):
+        for recompute in recomputes:
             model = make()
             if recompute:
                 model.gradient_checkpointing_enable()

@@ -11,7 +11,7 @@ from support.hf_architectures import SERVED, WHOLE, assert_logits, random_model,
 from support.hf_models import hf_generate, plain, prompt, tree_model
 from support.hf_served import check_sharded, check_trained
 from support.ranks import on_ranks
-from support_matrix import supported
+from support_matrix import slow_but
 from transformers import AutoModelForCausalLM
 
 NEW = 6
@@ -21,7 +21,6 @@ OWN_CODE = (
     "big_bird", "bloom", "codegen", "cpmant", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "megatron-bert", "mpt",
     "openai-gpt", "reformer", "rembert", "roformer", "rwkv", "trocr", "xglm", "xlm", "xlnet",
 )  # fmt: skip
-OTHER_LAYERS = {"gemma3n": "dummy"}
 OTHER_REASONS = {
     "bart": "decoder-only",
     "blt": "tokens in patches",
@@ -29,6 +28,7 @@ OTHER_REASONS = {
     "deepseek_v4": "keys of compressed blocks of tokens",
     "doge": "a mask that depends on its keys",
     "falcon_mamba": "no attention layers",
+    "gemma4_unified_assistant": "keys and values of another model",
     "git": "images in the prompt",
     "glm5_next_text": "an index of pooled tokens",
     "inkling_text": "a bias by positions",
@@ -39,12 +39,15 @@ OTHER_REASONS = {
     "marian": "decoder-only",
     "minimax": "only a cache of its own",
     "moshi": "a window that its cache has",
+    "mllama": "keys of images only",
+    "musicgen": "several codebooks",
     "recurrent_gemma": "keep their state in themselves",
     "whisper": "decoder-only",
+    "xlstm": "only a cache of its own",
 }
 
 
-@pytest.mark.parametrize("name", supported(SERVED, "generate and model.generate; 2 ranks", REPAIRED))
+@pytest.mark.parametrize("name", slow_but(REPAIRED, SERVED))
 @on_ranks(2)
 def test_generation(name):
     model, ids = random_model(name), prompt(2, 21)
@@ -60,29 +63,20 @@ def test_generation(name):
         assert torch.equal(tokens, want[0]), what
 
 
-@pytest.mark.parametrize("name", supported(SERVED, "training on shards; 2 ranks", REPAIRED))
+@pytest.mark.parametrize("name", slow_but(REPAIRED, SERVED))
 @on_ranks(2)
 def test_training(name):
     check_trained(lambda: random_model(name))
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize(
-    "name",
-    supported((x for x in SERVED if x not in WHOLE), "weights over all ranks; 2 and 4 ranks", OF_OTHER_FORM),
-)
+@pytest.mark.parametrize("name", slow_but(OF_OTHER_FORM, [x for x in SERVED if x not in WHOLE]))
 @on_ranks(timeout=200.0)
 def test_weights_over_all_ranks(world, name):
     check_sharded(random_model(name))
 
 
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        pytest.param(name, what, marks=pytest.mark.refuses(f"`{name}`, weights='sharded'", when=f"started: {what}"))
-        for name, what in WHOLE.items()
-    ],
-)
+@pytest.mark.parametrize(("name", "what"), WHOLE.items())
 def test_weights_that_stay_whole_are_refused_by_name(name, what):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config(name))
@@ -98,26 +92,32 @@ def test_layers_that_run_several_times_have_no_dropout():
         tree_hf.train_on_shards(model)
 
 
-def _refused(names, reason):
-    mark = pytest.mark.refuses
-    return [
-        pytest.param(name, what, marks=mark(f"`{name}`", when=f"TreeCache is made: {reason(what)}"), id=name)
-        for name, what in names.items()
-    ]
-
-
 @pytest.mark.parametrize(
     ("name", "what"),
-    [
-        *_refused(dict.fromkeys(OWN_CODE, "computes attention in its own code"), lambda what: what),
-        *_refused(OTHER_LAYERS, lambda what: f"layers of the kind {what}"),
-        *_refused(OTHER_REASONS, lambda what: what),
-    ],
+    {**dict.fromkeys(OWN_CODE, "computes attention in its own code"), **OTHER_REASONS}.items(),
 )
 def test_refused_by_name(name, what):
     config = transformers.CONFIG_MAPPING[name]()
     with pytest.raises(ValueError, match=what):
         tree_hf.TreeCache(config)
+
+
+def test_the_decoder_of_an_encoder_and_decoder():
+    """Whose configuration says that it is a decoder alone."""
+    config = transformers.BartConfig(is_encoder_decoder=False, is_decoder=True)
+    with pytest.raises(ValueError, match="BartConfig is of an encoder-decoder architecture; .* Use attn_impl"):
+        tree_hf.TreeCache(config)
+
+
+def test_vision_inside_the_text_part_is_not_split():
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    config = transformers.Phi4MultimodalConfig(**sizes, num_key_value_heads=2, vocab_size=131, pad_token_id=0)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(
+        ValueError, match="Phi4MultimodalForCausalLM: weights='sharded' .* its vision or audio part lies"
+    ):
+        plan_layout(model, 2, 0)
 
 
 def test_own_code_is_refused_wherever_it_is_set_up():

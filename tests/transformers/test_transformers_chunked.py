@@ -8,21 +8,19 @@ import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree import tree_attn_func
 from megatron_tree.core.comm import record
 from megatron_tree.core.layout import document_positions, documents_over, spread_documents
-from support.hf_architectures import tiny_config
+from support.hf_architectures import WINDOW, tiny_config
 from support.hf_models import left_padded
-from support.hf_served import check_served
+from support.hf_served import check_served, check_sharded
 from support.hf_training import check_trained_batches
 from support.ranks import on_ranks, run_distributed
 from transformers import AutoModelForCausalLM
 
-CHUNK = 7
+CHUNK = WINDOW
 
 
 def make():
     """Three chunked layers and one without positions, whose queries grow warmer from token 5 on."""
-    experts = dict(intermediate_size=16, intermediate_size_mlp=48, num_local_experts=2, num_experts_per_tok=1)
-    layers = dict(num_hidden_layers=4, layer_types=None, attention_chunk_size=CHUNK, floor_scale=5)
-    config = tiny_config("llama4_text", **experts, **layers)
+    config = tiny_config("llama4_text")
     assert config.layer_types.count("chunked_attention") == 3 and len(set(config.layer_types)) == 2
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -44,6 +42,13 @@ def test_served():
 @on_ranks()
 def test_trained(world):
     check_trained_batches(make)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.supports("`llama4_text`", with_="weights over all ranks; 2 and 4 ranks")
+@on_ranks(timeout=200.0)
+def test_weights_over_all_ranks(world):
+    check_sharded(make())
 
 
 @pytest.mark.refuses("`llama4_text` in training", when="it is set up: attention_dropout")

@@ -16,7 +16,7 @@ from support.hf_models import hf_generate, left_padded, plain, prompt
 from support.hf_served import begin_rows
 from support.ranks import on_ranks
 from support.scheduling import request, serve, tokens_of
-from support_matrix import slow_but, supported
+from support_matrix import slow_but
 
 NEW = 5
 FAST = ("lfm2", "falcon_h1")  # a convolution beside attention layers, and both in one layer
@@ -27,7 +27,7 @@ def _cache(model, group, **options):
     return tree_hf.TreeCache(model.config, cp_group=group, page_size=2, **options)
 
 
-@pytest.mark.parametrize("name", supported(HYBRIDS, "generate and model.generate; 2 ranks", FAST))
+@pytest.mark.parametrize("name", slow_but(FAST, HYBRIDS))
 @on_ranks(2)
 def test_generation(name):
     """All ways to run a batch: in chunks that go on from a state, whole, rows of different lengths, and padded ones."""

@@ -26,7 +26,7 @@ from support.hf_served import (
 )
 from support.ranks import on_ranks
 from support.scheduling import serve, tokens_of
-from support_matrix import refused, supported
+from support_matrix import supported
 
 NEW = 6
 WHOLE = {
@@ -66,10 +66,7 @@ def test_weights_over_all_ranks(world, name):
     check_sharded(_model(name))
 
 
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [refused(f"`{name}`, weights='sharded'", name, what, when=f"started: {what}") for name, what in WHOLE.items()],
-)
+@pytest.mark.parametrize(("name", "what"), WHOLE.items())
 def test_weights_that_stay_whole_are_refused_by_name(name, what):
     with pytest.raises(ValueError, match=what):
         plan_layout(_model(name), 2, 0)

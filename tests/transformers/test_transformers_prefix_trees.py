@@ -24,10 +24,9 @@ from support.hf_models import CONFIGS, mistral_large4, tiny_model
 from support.prefix_trees import grown
 from support.ranks import on_ranks, run_distributed
 from support.rounding import assert_near
-from support_matrix import slow_but, supported
+from support_matrix import slow_but
 from transformers import AutoModelForCausalLM
 
-WITH = "rows that share prefixes (prefix_tree)"
 FAMILIES = ("llama", "qwen2", "gpt2", "llama4_text")  # windows; learned positions; chunks and temperatures
 FAST_HYBRIDS = ("qwen3_next", "nemotron_h", "lfm2")  # delta rules; Mamba 2; convolutions
 
@@ -44,7 +43,8 @@ def _model(family):
     if family != "llama4_text":
         return tiny_model(family).double().eval()
     torch.manual_seed(1)
-    config = tiny_config(family)
+    layers = ["chunked_attention", "chunked_attention", "full_attention"]
+    config = tiny_config(family, num_hidden_layers=3, layer_types=layers)
     config.attention_chunk_size, config.floor_scale, config.attn_scale = 5, 3, 0.5
     config.no_rope_layers = [1, 0, 1]  # the second sees all tokens, with a temperature by position
     config.layer_types = ["chunked_attention", "full_attention", "chunked_attention"]
@@ -116,10 +116,6 @@ def _trees(rank, world, families, seeds):
     return True
 
 
-@pytest.mark.supports("`llama4_text`", with_=WITH)
-@pytest.mark.supports("`gpt2`", with_=WITH)
-@pytest.mark.supports("`qwen2`", with_=WITH)
-@pytest.mark.supports("`llama`", with_=WITH)
 def test_losses_and_gradients_are_those_of_the_rows():
     """Trees that branch at several depths, on one rank: the mean loss, and a loss of the rows' log-probabilities."""
     _trees(0, 1, FAMILIES, range(2))
@@ -147,12 +143,12 @@ def _check_model(plain, group=None):
             assert_near(mine, grad, length=10_000, what=name)
 
 
-@pytest.mark.parametrize("name", supported((name for name in SERVED if name not in FAMILIES), WITH, ()))
+@pytest.mark.parametrize("name", slow_but((), [*(name for name in SERVED if name not in FAMILIES), "gemma3n_text"]))
 def test_architectures(name):
     _check_model(random_model(name))
 
 
-@pytest.mark.parametrize("name", supported((*HYBRIDS, *STATE_SPACE), WITH, FAST_HYBRIDS))
+@pytest.mark.parametrize("name", slow_but(FAST_HYBRIDS, (*HYBRIDS, *STATE_SPACE)))
 def test_recurrent_layers(name):
     """A branch begins with the state, and the rows of its convolutions, where it leaves another."""
     _check_model(long_lived_model(name))
@@ -175,7 +171,7 @@ def test_recurrent_layers_over_ranks(name, world):
     _check_model(long_lived_model(name), dist.group.WORLD)
 
 
-@pytest.mark.parametrize("name", supported((*INDEXED, "mistral_large4"), WITH, ("deepseek_v32",)))
+@pytest.mark.parametrize("name", slow_but(("deepseek_v32",), (*INDEXED, "mistral_large4")))
 def test_layers_with_an_index(name):
     """A query selects among the tokens before it in its rows."""
     _check_model(mistral_large4() if name == "mistral_large4" else random_model(name))

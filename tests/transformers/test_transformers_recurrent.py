@@ -14,17 +14,14 @@ from support.ranks import on_ranks
 FAST = ("qwen3_next", "falcon_h1", "jamba", "zaya", "qwen4_exp_text")  # one of each kind of function, or index
 
 
-def _marks(name, world):
-    with_ = "training on shards; 2 and 4 ranks; zigzag, packed, padded, recomputed"
-    supports = pytest.mark.supports(f"`{name}`", with_=with_)
-    fast = name in FAST and (world == 2 or name == FAST[0])
-    return [supports] if fast else [supports, pytest.mark.slow]
+def _is_fast(name, world):
+    return name in FAST and (world == 2 or name == FAST[0])
 
 
 @pytest.mark.parametrize(
     ("name", "world"),
     [
-        pytest.param(name, world, marks=_marks(name, world), id=f"{name}-{world}")
+        pytest.param(name, world, marks=() if _is_fast(name, world) else pytest.mark.slow, id=f"{name}-{world}")
         for name in (*HYBRIDS, *POOLED, *STATE_SPACE)
         for world in (2, 4)
     ],

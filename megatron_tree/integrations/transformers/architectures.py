@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from .families import shared_keys
 from .families.modeling import INSTEAD, model_class
 from .families.table import families_of
 
@@ -23,8 +24,12 @@ UNSUPPORTED = {
     "inkling2_text": "a bias by positions (position_bias)",
     "jetmoe": "keys that are repeated after they are in the cache",
     "minimax": "recurrent layers whose state only a cache of its own (MiniMaxCache) keeps",
+    "mllama_text_model": "layers whose queries see the keys of images only (cross-attention)",
     "moshi": "a window that its cache has and its attention has not",
+    "musicgen_decoder": "tokens of several codebooks at each position",
+    "musicgen_melody_decoder": "tokens of several codebooks at each position",
     "recurrent_gemma": "recurrent layers that keep their state in themselves, not in the cache",
+    "xlstm": "recurrent layers whose state only a cache of its own (xLSTMCache) keeps",
 }
 
 
@@ -37,6 +42,8 @@ class LayerKind(NamedTuple):
     """How many of the last keys a query sees, itself included; None: all."""
     num_states: int = 0
     """Recurrent states: of a convolution, of a state-space model or of linear attention."""
+    source: int | None = None
+    """The earlier layer whose keys and values it attends to instead of its own."""
 
 
 def layers_of(config) -> list[LayerKind]:
@@ -46,34 +53,51 @@ def layers_of(config) -> list[LayerKind]:
     """
     text = config.get_text_config(decoder=True)
     name = type(text).__name__
-    if getattr(text, "is_encoder_decoder", False):
-        raise ValueError(f"{name}: attn_implementation='tree' serves decoder-only models")
+    if getattr(text, "is_encoder_decoder", False) or getattr(type(text), "is_encoder_decoder", False):
+        raise ValueError(
+            f"{name} is of an encoder-decoder architecture; attn_implementation='tree' serves decoder-only models. "
+            f"{INSTEAD}"
+        )
     check_replaceable(model_class(text))
     if reason := UNSUPPORTED.get(text.model_type):
         raise ValueError(f"{name} has {reason}; attn_implementation='tree' does not support it. {INSTEAD}")
+    sources = {}
+    if shared_keys.holds(text):
+        if text.num_kv_shared_layers >= text.num_hidden_layers:
+            raise _unknown_layers(name, "layers that attend to keys and values of another model")
+        sources = shared_keys.sources(text)
+    elif getattr(text, "num_kv_shared_layers", 0) or any(getattr(text, "kv_sharing_modes", ())):
+        raise _unknown_layers(name, "layers that share their keys and values")
     kinds, options = get_layer_types_and_kwargs(text)
     names = getattr(text, "layer_types", None) or kinds
-    plain = [kind == "dummy" and named in PLAIN_TYPES for kind, named in zip(kinds, names, strict=True)]
+    plain = [
+        kind == "dummy" and (named in PLAIN_TYPES or i in sources)
+        for i, (kind, named) in enumerate(zip(kinds, names, strict=True))
+    ]
     own = {kind for family in families_of(config).values() for kind in family.layer_types}
     known = {*LAYER_TYPES, *RECURRENT_TYPES, *BOTH_TYPES, *own}
     others = sorted({kind for kind, is_plain in zip(kinds, plain) if not is_plain and kind not in known})
-    sharing = getattr(text, "num_kv_shared_layers", 0) or any(getattr(text, "kv_sharing_modes", ()))
-    if others or sharing:
-        reason = ", ".join(others) or "layers that share their keys and values"
-        raise ValueError(
-            f"{name} has {reason}; attn_implementation='tree' serves {' and '.join(LAYER_TYPES)} layers "
-            f"with keys and values of their own, and recurrent ones ({', '.join(RECURRENT_TYPES + BOTH_TYPES)}). "
-            f"{INSTEAD}"
-        )
+    if others:
+        raise _unknown_layers(name, f"layers of the kind {', '.join(others)}")
     states = [x.get("number_of_states", 0) for x in options]
     if ngrams := getattr(text, "ple_layer_ids", None):  # other layers have no states of n-grams
         states = [n if i + 1 in ngrams else min(n, 1) for i, n in enumerate(states)]
     windows = [None if kind == "chunked_attention" else x.get("sliding_window") for kind, x in zip(kinds, options)]
     attending = {*LAYER_TYPES, *BOTH_TYPES, *own}
-    return [
+    layers = [
         LayerKind(kind in attending, window, num_states)
         for kind, window, num_states in zip(kinds, windows, states, strict=True)
     ]
+    for i, source in sources.items():
+        layers[i] = LayerKind(attends=False, window=layers[source].window, source=source)
+    return layers
+
+
+def _unknown_layers(name: str, reason: str) -> ValueError:
+    return ValueError(
+        f"{name} has {reason}; attn_implementation='tree' serves {' and '.join(LAYER_TYPES)} layers with keys and "
+        f"values of their own, and recurrent ones ({', '.join(RECURRENT_TYPES + BOTH_TYPES)}). {INSTEAD}"
+    )
 
 
 def num_heads_kv(config) -> int:
@@ -92,7 +116,8 @@ def attention_windows(config) -> dict[int, int | None]:
     """
     layers = layers_of(config)
     num_modules = getattr(config.get_text_config(decoder=True), "num_layers_per_stack", len(layers))
-    return {i: layer.window for i, layer in enumerate(layers[:num_modules]) if layer.attends}
+    layers = enumerate(layers[:num_modules])
+    return {i: layer.window for i, layer in layers if layer.attends or layer.source is not None}
 
 
 def check_cached(config) -> None:

@@ -37,6 +37,7 @@ from .train.train_on_shards import attend_to_shard
 
 NOTHING_BESIDE = "a batch from shard_batch takes neither a cache nor an attention_mask of its own"
 UNSUPPORTED = {"position_bias", "alibi", "head_mask", "cu_seq_lens_q", "cu_seq_lens_k", "output_attentions"}
+UNSUPPORTED |= {"block_indices", "sinks"}  # of models that are refused by name
 
 
 @outside_graphs
@@ -66,6 +67,8 @@ def tree_attention(
     """
     update, running = last_update.get(), current_run.get()
     forget_notes()  # if this call fails, the run is over
+    if update is None and running is not None:
+        update = running.update_read_by(getattr(module, "layer_idx", None))
     # of the class: reading an attribute of a configuration takes some function calls
     family = BY_MODEL.get(getattr(type(getattr(module, "config", None)), "model_type", None))
     if sliding_window is None and family == "window in mask":

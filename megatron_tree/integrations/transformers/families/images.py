@@ -126,11 +126,20 @@ def set_text_attention(model, name: str) -> None:
 
 
 def without_vision(model) -> tuple[list[tuple[str, nn.Module]], set[str]]:
-    """(a model's modules, by name, but for those of a vision part, the names of all parameters of the latter)."""
+    """(a model's modules, by name, but for those of a vision or audio part, the names of all parameters of the latter).
+
+    Raises: ValueError for a model whose text part has these inside.
+    """
     modules = list(model.named_modules())
-    if getattr(model.config, "vision_config", None) is None:
+    if all(getattr(model.config, x, None) is None for x in ("vision_config", "audio_config")):
         return modules, set()
-    kept = {id(module) for module in (*text_part_of(model).modules(), model.get_output_embeddings())}
+    text_part = model.get_decoder()
+    if text_part is model or text_part is model.base_model:
+        raise ValueError(
+            f"{type(model).__name__}: weights='sharded' can't split it: its vision or audio part lies inside its text "
+            "part. Use weights='replicated'"
+        )
+    kept = {id(module) for module in (*text_part.modules(), model.get_output_embeddings())}
     modules = [(name, module) for name, module in modules if id(module) in kept]
     names, inside = (name for name, _ in model.named_parameters(remove_duplicate=False)), dict(modules)
     return modules, {name for name in names if name.rpartition(".")[0] not in inside}

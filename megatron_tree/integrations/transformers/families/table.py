@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from . import images, indexed, latent, pooled, recurrent, rope, zaya
+from . import images, indexed, latent, pooled, recurrent, rope, shared_keys, zaya
 from .modeling import INSTEAD, modeling_file, patch
 
 
@@ -110,6 +110,15 @@ FAMILIES: dict[str, Family] = {
         models=("llama4_text",),
         layer_types=("chunked_attention",),
         not_captured="layers whose queries see their chunk only depend on the rows' lengths",
+    ),
+    # the last layers read the keys and values of earlier ones: Gemma 3n, Gemma 4
+    "shared keys": Family(
+        holds=shared_keys.holds,
+        not_captured="layers read other layers' keys, in more attention calls than are captured",
+    ),
+    "fewer inputs": Family(
+        models=("gemma4_text", "gemma4_unified_text"),
+        patches={"*TextModel._maybe_slice_kv_shared_inputs": shared_keys.all_inputs},
     ),
     # the window is named to the mask only, not to the attention function
     "window in mask": Family(models=("phimoe",)),

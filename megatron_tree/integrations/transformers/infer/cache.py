@@ -173,6 +173,10 @@ class TreeCache(Cache):
         prepare_generate(config)
         layers = [cache_layer(self, i, kind) for i, kind in enumerate(kinds)]
         recurrent = [layer for layer in layers if isinstance(layer, RecurrentLayer)]
+        self._sources = {i: kind.source for i, kind in enumerate(kinds) if kind.source is not None}
+        self._read = {i: [j for j, x in self._sources.items() if x == i] for i in self._sources.values()}
+        self._shared: dict[int, Update] = {}  # of this run, by number of a layer whose keys others read,
+        self._readers: set[int] = set()  # and which of these have yet to read them
         self.runs = ModelRuns(len(attending), recurrent, continues="scan from zeros" not in self.families)
         super().__init__(layers=layers)
 
@@ -202,6 +206,8 @@ class TreeCache(Cache):
                 self._check_taken()
         finally:
             forget_notes()
+            self._shared.clear()
+            self._readers.clear()
 
     @outside_graphs
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
@@ -215,8 +221,19 @@ class TreeCache(Cache):
             self._join_batch_run(key_states, layer_idx)
         forward = self.runs.forward
         forward.write(self.slot_of[layer_idx], key_states.transpose(1, 2), value_states.transpose(1, 2))
-        last_update.set(Update(self, layer_idx, key_states, value_states, forward))
+        update = Update(self, layer_idx, key_states, value_states, forward)
+        last_update.set(update)
+        if layer_idx in self._read:
+            self._shared[layer_idx] = update
+            self._readers.update(self._read[layer_idx])
         return key_states, value_states
+
+    def update_read_by(self, layer_idx: int | None) -> Update | None:
+        """The update of this run whose keys and values a layer without any of its own reads, once."""
+        if layer_idx not in self._readers:
+            return None
+        self._readers.remove(layer_idx)
+        return self._shared[self._sources[layer_idx]]
 
     def _check_taken(self) -> None:
         """Raise ``ValueError`` if no attention call followed the last update."""
@@ -230,8 +247,10 @@ class TreeCache(Cache):
 
     def end_layer(self) -> None:
         """Called after the attention of a layer: the run goes on, unless it was the last one."""
-        if self.runs.is_open or not self.runs.has_stored(None):
+        if self.runs.is_open or not self.runs.has_stored(None) or self._readers:
             current_run.set(self)
+        else:
+            self._shared.clear()
 
     def _join_batch_run(self, key_states: Tensor, layer_idx: int) -> None:
         """Let a layer join the run over the batch, or begin the next one."""

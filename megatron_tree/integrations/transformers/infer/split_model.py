@@ -236,7 +236,7 @@ def _layer(model, layout: WeightLayout, attention: str) -> SplitLayer:
     for summed in layout.summed:
         is_projection = f"{summed}.weight" in layout.pieces
         part = summed.rpartition(".")[0] if is_projection else summed
-        if not part.startswith(f"{name}.") or f"{part}.".startswith(f"{attention}."):
+        if not part.startswith(f"{name}.") or f"{part}.".startswith(f"{attention}.") or summed in layout.not_by_token:
             continue
         inside = [p for p in split if p.startswith(f"{part}.")]
         weights = tuple(_parts(layout, p) for p in inside)

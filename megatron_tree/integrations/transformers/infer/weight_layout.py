@@ -38,13 +38,16 @@ QUERIES = ("q_proj", "qkv_proj", "c_attn", "query_key_value")  # the first has i
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
 LATENTS = ("q_a_proj", "kv_a_proj_with_mqa")
 GATED_QUERIES = "q_gate_proj"  # of latent attention: a head's query, then the gate of its result
-SMALL = ("indexer", "attn_hc", "ffn_hc", "hc_head")  # parts that are whole on every rank: an index, hyper connections
+# parts that are whole on every rank: an index, hyper connections, positions with an offset
+SMALL = ("indexer", "attn_hc", "ffn_hc", "hc_head", "embed_positions")
+SMALL += ("attn_hyper_connection", "mlp_hyper_connection", "hyper_connection_mixer")
 GATES = ("gate_proj", "g_proj")  # of the result of each query head
 OF_HEADS = ("sinks", "gate_bias")
 OF_QUERIES = ("softmax_scaling.scale", "softmax_scaling.bias")
 GATED_MLPS = ("gate_up_proj", "input_linear")  # gates, then inputs of the neurons
 ROUTERS = ("gate", "router", "shared_expert_gate", "expert_bias")
 EXPERTS = ("gate_up_proj", "up_proj")  # of all experts in one parameter, with a gate for each neuron and without
+EVERY_EXPERT = "Llama4TextExperts"  # gets all tokens for its first expert, then for the next, and has no flags
 JOINTS = ("fc1_latent_proj", "fc2_latent_proj")  # from and to the hidden states of Nemotron-H's experts
 EXPERT_UNITS, ROW_BYTES = (8, 4), 16  # torch's grouped matrix product wants rows of whole 16 bytes
 
@@ -114,6 +117,8 @@ class WeightLayout:
     """Parameters that could be split and are not."""
     summed: list[str] = field(default_factory=list)
     """Modules that return a partial sum."""
+    not_by_token: set[str] = field(default_factory=set)
+    """Those of them whose rows are no tokens, but tokens of each expert."""
     gathered: dict[str, int] = field(default_factory=dict)
     """Modules that return some columns of their output, and how many columns there are."""
     latents: list[str] = field(default_factory=list)
@@ -174,6 +179,10 @@ class WeightLayout:
             for child in JOINTS:
                 if isinstance(getattr(module, child, None), nn.Linear):
                     self._gathered_rows(f"{name}.{child}", getattr(module, child))
+            if hasattr(module, "ple_embedding"):  # Qwen4-Exp: what embeddings of n-grams give, and its convolution
+                self._gathered_rows(f"{name}.key_proj", module.key_proj)
+                self._gathered_rows(f"{name}.value_proj", module.value_proj)
+                self.whole.add(f"{name}.conv1d.weight")
             if hasattr(module, "mamba_decoder"):  # Zamba: of what a transformer block gives, which layers share
                 self._gathered_rows(f"{name}.linear", module.linear)
             for ups, down in MLPS:
@@ -347,6 +356,9 @@ class WeightLayout:
     def _experts(self, name: str, module) -> None:
         """All experts are on every rank, each with a part of its neurons, so that every rank does the same work."""
         transposed, concatenated = (getattr(module, x, None) for x in ("is_transposed", "is_concatenated"))
+        if type(module).__name__ == EVERY_EXPERT:
+            transposed = concatenated = True
+            self.not_by_token.add(name)
         rows, columns = (2, 1) if transposed else (1, 2)
         width, has_gates = module.down_proj.shape[columns], hasattr(module, "gate_up_proj")
         up = EXPERTS[not has_gates]
