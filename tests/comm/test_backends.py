@@ -74,13 +74,14 @@ class _Options:
         self.is_high_priority_stream = is_high_priority_stream
 
 
+@pytest.mark.parametrize("backends", [{"cuda": "nccl"}, {"cpu": "gloo", "cuda": "nccl"}], ids=["nccl", "both"])
 @pytest.mark.parametrize("device", [None, CPU])
-def test_nccl_sub_groups_need_no_other_ranks(device, monkeypatch):
+def test_nccl_sub_groups_need_no_other_ranks(device, backends, monkeypatch):
     """With the default group bound to a device, `new_group` is collective over all its ranks, and the members alone
     call: the context-parallel group is split."""
     group, limit = type("Group", (), {})(), timedelta(seconds=30)
     ranks = SimpleNamespace(
-        group=group, size=4, backend="nccl", limit=limit, timeout_s=30.0, state=GroupState(4, 1, {}, (4, 5, 6, 7))
+        group=group, size=4, limit=limit, timeout_s=30.0, state=GroupState(4, 1, backends, (4, 5, 6, 7))
     )
     made = []
     monkeypatch.setattr(dist, "split_group", lambda *args, **options: made.append(("split", args, options)) or "split")

@@ -107,16 +107,15 @@ def _new_group(whole: Ranks, ranks: tuple[int, ...]) -> dist.ProcessGroup:
     have to call, not only these. So the ranks' own is split, for which all of them do call: NCCL tells the parts apart
     by the ranks that each one names.
     """
-    if whole.backend == "nccl" and dist.group.WORLD.bound_device_id is not None:
-        return dist.split_group(
-            whole.group, [list(ranks)], timeout=whole.limit, pg_options=options_of_group("nccl", whole.limit)
-        )
+    backend = "nccl" if "nccl" in whole.state.backends.values() else "gloo"  # one of the group's, whatever a call needs
+    options = dict(timeout=whole.limit, pg_options=options_of_group(backend, whole.limit))
+    if backend == "nccl" and dist.group.WORLD.bound_device_id is not None:
+        return dist.split_group(whole.group, [list(ranks)], **options)
     return dist.new_group(
         [whole.state.ranks[r] for r in ranks],
         backend=dist.get_backend(whole.group),
-        timeout=whole.limit,
-        pg_options=options_of_group(whole.backend, whole.limit),
         use_local_synchronization=True,
+        **options,
     )
 
 
