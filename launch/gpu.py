@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Says what `bench kernels` needs on a machine with a GPU, and what is missing; then runs it. `make gpu` calls this.
 
-usage: python3 launch/gpu.py [options of megatron-tree bench kernels]
+usage: python3 launch/gpu.py [--rehearse] [options of megatron-tree bench kernels]
+
+--rehearse runs all of it without a GPU: small shapes in Triton's interpreter, ranks over gloo.
 
 It needs torch, triton and numpy, and what Triton compiles its launchers with: a C compiler and Python's headers. No
 other package has to be there, and nothing is installed.
@@ -16,7 +18,8 @@ import sysconfig
 
 REPO = pathlib.Path(__file__).resolve().parents[1]
 NEEDED = {"torch": "with CUDA or ROCm", "triton": "the kernels", "numpy": "torch and triton"}
-USEFUL = {"yaml": "two ranks", "matplotlib": "the plot", "flash_attn_interface": "FlashAttention 3 beside ours"}
+USEFUL = {"yaml": "two ranks", "matplotlib": "the plot", "pytest": "the tests over NCCL"}
+USEFUL |= dict.fromkeys(("flash_attn_interface", "flashinfer", "flash_mla"), "beside ours")
 
 
 def look() -> tuple[list[tuple[str, bool, str]], bool]:
@@ -40,9 +43,14 @@ def main() -> None:
     if not complete:
         sys.exit("error: install what is MISSING and needed, or name another Python: make gpu PYTHON=...")
     sys.stdout.flush()
+    options, environment = sys.argv[1:], {}
+    if "--rehearse" in options:
+        options.remove("--rehearse")
+        options[:0] = ["--device", "cpu", "--dtype", "fp16"]
+        environment = {"TRITON_INTERPRET": "1"}
     path = os.pathsep.join(filter(None, (str(REPO), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", "megatron_tree", "bench", "kernels", *sys.argv[1:]]
-    os.execve(sys.executable, command, os.environ | {"PYTHONPATH": path})
+    command = [sys.executable, "-m", "megatron_tree", "bench", "kernels", *options]
+    os.execve(sys.executable, command, os.environ | {"PYTHONPATH": path} | environment)
 
 
 if __name__ == "__main__":

@@ -131,7 +131,8 @@ class TreeConfig:
     """Dtype in which partial outputs and gradients are sent: "auto" (the inputs' dtype; lse always fp32) or "fp32"."""
 
     timeout_s: float = 600.0
-    """Time limit of one collective in seconds; a `CommError` is raised after it."""
+    """Time limit of one collective in seconds; a `CommError` is raised after it. With NCCL torch keeps it, from the
+    moment when the collective is queued, and ends the process (docs/reliability.md)."""
 
     check: str = "first"
     """When ranks compare the call's signature before they send data: at its "first" use, "always", or "never". "finite"

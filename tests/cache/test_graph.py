@@ -15,6 +15,7 @@ from megatron_tree.core.cache.graph import check_runner
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.infer.runner import Runner
 from megatron_tree.tools.bench.device_checks import VOCAB, SmallRunner
+from support.graphed import Pair, rows_come_and_go
 from support.hf_architectures import SERVED, random_model
 from support.hf_models import tiny_model
 from support.ranks import largest, run_distributed
@@ -31,54 +32,6 @@ CASES = {
 }
 
 
-class Pair:
-    """Two runners over the same rows, one of which replays its steps."""
-
-    def __init__(self, runners):
-        self.ordinary, self.graphed = runners
-        self.graphed._graphs = TapedSteps(self.graphed)
-        self.worst, self._random = 0.0, torch.Generator().manual_seed(3)
-
-    @classmethod
-    def of(cls, **options):
-        options = {"page_size": 4, **options}
-        return cls([SmallRunner(**options) for _ in range(2)])
-
-    def both(self, method, *args):
-        results = [getattr(runner, method)(*args) for runner in (self.ordinary, self.graphed)]
-        if isinstance(results[0], torch.Tensor):
-            error = (results[1] - results[0]).abs().max() / results[0].abs().max()
-            self.worst = largest((self.worst, float(error)))
-        else:
-            assert results[0] == results[1]
-        return results[0]
-
-    def add(self, n):
-        row = self.both("add")
-        self.both("prefill", row, torch.randint(1, VOCAB, (n,), generator=self._random))
-        return row
-
-    def steps(self, rows, count):
-        tokens = torch.randint(1, VOCAB, (len(rows), 1), generator=self._random)
-        for _ in range(count):
-            tokens = self.both("step", rows, tokens).argmax(-1)
-
-
-def _rows_come_and_go(it, steps):
-    a, b, c = (it.add(n) for n in (30, 7, 3))
-    it.steps([a, b, c], steps)  # over pages, and from one capacity to the next
-    it.steps([b], 3)
-    d = it.both("fork", a)
-    it.steps([d, a, c, b], 4)  # both write to the page that they shared
-    it.both("step", [b, a], torch.tensor([[1, 2, 3], [4, 5, 6]]))  # several tokens: an ordinary step
-    it.both("crop", a, it.graphed.length(a) - 1)
-    it.both("remove", c)
-    e = it.add(50)
-    it.steps([e, a, d], 6)
-    it.steps([d], 6)
-    return it.worst
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("triton", "one KV head"))) for name in CASES]
 )
@@ -86,7 +39,7 @@ def test_replayed_steps_are_ordinary_steps(name):
     Tape.begin()
     steps = 4 if name == "triton" else 40
     it = Pair.of(**CASES[name])
-    assert _rows_come_and_go(it, steps) <= (2e-3 if name == "triton" else 1e-5)
+    assert rows_come_and_go(it, steps) <= (2e-3 if name == "triton" else 1e-5)
     assert Tape.replays > steps and Tape.replays > len(Tape.made_after) > 0, (Tape.replays, Tape.made_after)
 
 
@@ -97,7 +50,7 @@ def _served_by_tree(model):
 
 @pytest.mark.parametrize("family", ["mistral", "deepseek_v3"])
 def test_replayed_steps_of_models(family):
-    assert _rows_come_and_go(Pair([_served_by_tree(tiny_model(family)) for _ in range(2)]), 20) <= 1e-5
+    assert rows_come_and_go(Pair([_served_by_tree(tiny_model(family)) for _ in range(2)]), 20) <= 1e-5
 
 
 NOT_STATIC = {  # what their step does that depends on the host
@@ -131,7 +84,7 @@ def _on_two_ranks(rank, world, options):
     config = TreeConfig(transport="builtin", check="never")  # gloo's ranks would meet in each call; NCCL's don't
     it = Pair.of(cp_group=dist.group.WORLD, config=config, **options)
     Tape.begin()
-    worst = _rows_come_and_go(it, 40)
+    worst = rows_come_and_go(it, 40)
     return worst, Tape.made_after, comm.group.GroupState.of(dist.group.WORLD).calls.latest.number
 
 

@@ -1,6 +1,8 @@
 """Groups that were made in every way torch has: what matters is the backend that carries a call's tensors."""
 
+import contextlib
 import os
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -12,9 +14,11 @@ from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers
 
 from megatron_tree import CommError, TreeConfig, shard_sequence, tree_attn_func, tree_decode
 from megatron_tree.core import comm
-from megatron_tree.core.comm import rendezvous
+from megatron_tree.core.comm import rendezvous, work
+from megatron_tree.core.comm import watchdog as module
 from megatron_tree.core.comm.group import GroupState
 from megatron_tree.core.comm.team import subgroup
+from megatron_tree.core.comm.watchdog import Watchdog
 from megatron_tree.core.comm.wire import share_all
 from support.ranks import as_launched, run_distributed
 
@@ -74,13 +78,14 @@ class _Options:
         self.is_high_priority_stream = is_high_priority_stream
 
 
+@pytest.mark.parametrize("backends", [{"cuda": "nccl"}, {"cpu": "gloo", "cuda": "nccl"}], ids=["nccl", "both"])
 @pytest.mark.parametrize("device", [None, CPU])
-def test_nccl_sub_groups_need_no_other_ranks(device, monkeypatch):
+def test_nccl_sub_groups_need_no_other_ranks(device, backends, monkeypatch):
     """With the default group bound to a device, `new_group` is collective over all its ranks, and the members alone
     call: the context-parallel group is split."""
     group, limit = type("Group", (), {})(), timedelta(seconds=30)
     ranks = SimpleNamespace(
-        group=group, size=4, backend="nccl", limit=limit, timeout_s=30.0, state=GroupState(4, 1, {}, (4, 5, 6, 7))
+        group=group, size=4, limit=limit, timeout_s=30.0, state=GroupState(4, 1, backends, (4, 5, 6, 7))
     )
     made = []
     monkeypatch.setattr(dist, "split_group", lambda *args, **options: made.append(("split", args, options)) or "split")
@@ -113,3 +118,59 @@ def test_a_default_group_of_nccl(monkeypatch):
     rendezvous.start_default_group("nccl", timeout_s=30.0, device_id=CPU)
     assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
     assert made["pg_options"].is_high_priority_stream and made["pg_options"]._timeout == made["timeout"]
+
+
+class _Nccl:
+    """As much of ProcessGroupNCCL as its time limit needs."""
+
+    def __init__(self, limit):
+        self.options = SimpleNamespace(_timeout=limit)
+
+    def _set_default_timeout(self, limit):
+        self.options._timeout = limit
+
+
+def test_nccl_collectives_have_the_limit_of_their_call():
+    """Also where starting one fails; the group's own is untouched."""
+    own, ours, noted = timedelta(minutes=30), timedelta(seconds=7), []
+    backend = _Nccl(own)
+    group = SimpleNamespace(_get_backend={torch.device("cuda", 1): backend}.__getitem__)
+    watchdog = SimpleNamespace(note_queued=lambda *what: noted.append(what))
+    ranks = SimpleNamespace(
+        backend="nccl", limit=ours, timeout_s=7.0, device=torch.device("cuda", 1), watchdog=watchdog
+    )
+    for error in (None, RuntimeError):
+        with contextlib.suppress(RuntimeError), work.nccl_limit("all_gather", group, ranks):
+            assert backend.options._timeout == ours
+            if error:
+                raise error
+        assert backend.options._timeout == own
+    assert noted == [("all_gather", 7.0)] * 2
+    with work.nccl_limit("all_gather", None, SimpleNamespace(backend="gloo")):
+        pass
+
+
+def _late(rank, world):
+    """In a step, a collective that was queued on a device long ago is told once."""
+    told = []
+    watchdog = Watchdog.of(dist.group.WORLD)
+    with pytest.MonkeyPatch.context() as patch, comm.in_step(dist.group.WORLD):
+        patch.setattr(module.logger, "warning", lambda text, *values: told.append(text % values))
+        patch.setattr(module, "LATE", 0.0)
+        with comm.monitored("step 5"):
+            time.sleep(0.3)  # polls
+            assert not told
+            with comm.Ranks.of(dist.group.WORLD, CPU).call("tree_attn_func") as call:
+                call.start()
+                watchdog.note_queued("all_gather", 30.0)
+            end = time.monotonic() + 20
+            while not told and time.monotonic() < end:
+                time.sleep(0.05)
+            time.sleep(0.3)
+    [text] = told
+    assert text.startswith(f"rank {rank} has queued nothing for ") and "30 s" in text
+    assert "all_gather in tree_attn_func, call 1 of its group, in step 5" in text
+
+
+def test_the_log_names_rank_and_call_before_torch_ends_a_process():
+    run_distributed(_late, 2)

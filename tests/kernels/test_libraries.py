@@ -217,8 +217,51 @@ def test_auto_takes_what_was_measured_fastest(stand_ins, monkeypatch):
 
     assert [chosen(d) for d in (48, 64, 80, 128, 160)] == ["cudnn", "cudnn", "fa3", "fa3", "triton"]
     assert chosen(64, softcap=1.0) == chosen(64, window_size=(3, 0)) == chosen(64, decodes=True) == "triton"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    libraries.preferred.cache_clear()
     gpu.name = "GPU Y"
     assert chosen(64) == "triton"
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "names"),
+    [
+        ((9, 0), True, ["fa3", "fa3", "fa3"]),
+        ((9, 0), False, ["cudnn", "cudnn", "triton"]),
+        ((10, 0), True, ["fa4", "fa4", "triton"]),
+        ((10, 3), False, ["cudnn", "cudnn", "triton"]),
+        ((8, 0), True, ["triton"] * 3),
+        ((12, 0), True, ["triton"] * 3),
+    ],
+)
+def test_auto_takes_libraries_where_they_are(capability, installed, names, stand_ins, monkeypatch):
+    """On the GPUs that they are made for, unless something was measured; never for what they can't take."""
+    monkeypatch.setattr(backends, "ACCELERATORS", ("cpu",))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(libraries, "_installed", lambda module: installed)
+    libraries.preferred.cache_clear()
+    try:
+        found = []
+        for d in (64, 128, 192, 320):
+            q = torch.zeros(1, 4, 2, d, dtype=torch.float16)
+            found.append(kernels.choose(q, q, q, AttnSpec(softmax_scale=1.0)))
+        assert [x.name for x in found[:3]] == names and found[3].name == "reference"
+        assert all("the default on such a GPU" in x.reason for x in found[:3] if x.name != "triton")
+        dual = found[0].for_duals(torch.float16, 64)  # of which libraries have none
+        assert dual.dual and dual.name == "triton"
+        if names[0] != "triton":
+            q = torch.zeros(1, 4, 2, 64, dtype=torch.float16)
+            with pytest.raises(ValueError, match=f"backend='{names[0]}' has first derivatives only"):
+                kernels.choose(q, q, q, AttnSpec(softmax_scale=1.0), names[0]).for_duals(torch.float16, 64)
+        for options, how in ((dict(deterministic=True), {}), ({}, dict(decodes=True)), (dict(window_size=(3, 0)), {})):
+            q = torch.zeros(1, 4, 2, 64, dtype=torch.float16)
+            assert kernels.choose(q, q, q, AttnSpec(softmax_scale=1.0, **options), **how).name == "triton"
+        monkeypatch.setattr(fastest, "table", lambda: {"GPU X": {"64": "triton"}})
+        monkeypatch.setattr(fastest, "name_of", lambda device: "GPU X")
+        q = torch.zeros(1, 4, 2, 64, dtype=torch.bfloat16)
+        assert kernels.choose(q.half(), q.half(), q.half(), AttnSpec(softmax_scale=1.0)).name == "triton"
+    finally:
+        libraries.preferred.cache_clear()
 
 
 def test_the_shipped_table_is_valid(tmp_path, monkeypatch):

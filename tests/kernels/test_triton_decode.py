@@ -24,6 +24,8 @@ from support.triton_inputs import DEVICE, NEG_INF, inputs
         ("window", 2, (4, 2), 32, 16),
         ("positions, alibi", 3, (4, 2), 16, 16),
         ("softcap", 1, (20, 1), 16, 16),
+        ("plain", 2, (68, 2), 16, 16),  # tiles of 2 of the 34 heads of a KV head
+        ("paged, int8", 1, (40, 2), 16, 16),
         ("paged", 1, (4, 2), 16, 16),
         ("paged, int8", 1, (4, 2), 16, 16),
         ("paged, lengths", 2, (4, 2), 16, 16),

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megatron_tree import TreeConfig, tree_attn_func, tree_decode, tree_prefill
 from megatron_tree.core import kernels
+from megatron_tree.core.comm import Ranks
 from megatron_tree.core.comm.rendezvous import start_default_group
 from megatron_tree.core.layout import Segment
 from support.processes import free_port
@@ -47,17 +48,19 @@ class Outcome(NamedTuple):
     value: object
 
 
-def run_to_the_end(fn, world, *args, victims=(), timeout=150.0, limit=30.0):
+def run_to_the_end(fn, world, *args, victims=(), timeout=150.0, limit=30.0, backend="gloo"):
     """Run `fn(rank, world, *args)` on ranks until all but the victims have ended. Returns an `Outcome` of each.
 
-    limit: seconds, of the default group's collectives.
+    limit: seconds, of the default group's collectives. backend: its; with nccl each rank has a GPU, which is bound.
     """
     with tempfile.TemporaryDirectory(prefix="failing-") as folder:
         port, context = free_port(), fork_server()
         with environment({**WORKER_ENV, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
             processes = [
                 context.Process(
-                    target=_rank, args=(rank, world, port, limit, folder, list(sys.path), fn, args), daemon=True
+                    target=_rank,
+                    args=(rank, world, port, limit, backend, folder, list(sys.path), fn, args),
+                    daemon=True,
                 )
                 for rank in range(world)
             ]
@@ -75,13 +78,24 @@ def run_to_the_end(fn, world, *args, victims=(), timeout=150.0, limit=30.0):
         return [_outcome(Path(folder), rank, code) for rank, code in enumerate(codes)]
 
 
+def own_device(rank, backend, limit=60.0):
+    """Start the default group as a command of the package does; returns this rank's device."""
+    if backend == "gloo":
+        start_default_group("gloo", timeout_s=limit)
+        return torch.device("cpu")
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    start_default_group("nccl", timeout_s=limit, device_id=device)
+    return device
+
+
 def _outcome(folder, rank, code):
     path = folder / f"{rank}.json"
     said = json.loads(path.read_text()) if path.exists() else {}
     return Outcome(code, said.get("error", ""), said.get("text", ""), said.get("seconds", 0.0), said.get("value"))
 
 
-def _rank(rank, world, port, limit, folder, path, fn, args):
+def _rank(rank, world, port, limit, backend, folder, path, fn, args):
     sys.path[:] = path
     torch.set_num_threads(1)
     os.environ.update(WORKER_ENV, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
@@ -89,7 +103,7 @@ def _rank(rank, world, port, limit, folder, path, fn, args):
     said, code = {}, 0
     try:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        start_default_group("gloo", timeout_s=limit)
+        own_device(rank, backend, limit)
         started = time.monotonic()
         said["value"] = fn(rank, world, *args)
     except BaseException as error:
@@ -126,6 +140,7 @@ def call(where, world, rank, group=None, config=CALM):
     """One call of every kind over 4 tokens a rank. Returns its result, as numbers."""
     group = group or dist.group.WORLD
     q, k, v = (torch.arange(1.0, 4 * h * 8 + 1).sin().reshape(1, 4, h, 8) + rank for h in (4, 2, 2))
+    q, k, v = (x.to(Ranks.of(group).device) for x in (q, k, v))
     if where == "decode":
         return tree_decode(q[:, :1] * 0 + 1, k, v, cp_group=group, config=config).sum().item()
     if where == "prefill":

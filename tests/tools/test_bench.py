@@ -231,15 +231,15 @@ def test_it_says_first_what_is_missing(tmp_path):
 
 @pytest.mark.slow
 def test_the_whole_order_without_a_gpu_and_without_other_packages(tmp_path):
-    """A rehearsal of `make gpu`: Triton's interpreter, two ranks, and no package but those that are needed."""
+    """`--rehearse`: Triton's interpreter, two ranks, and no package but those that are needed."""
     hidden = ["tqdm", "matplotlib", "transformers", "megatron", "deepspeed", "pytest", "psutil"]
-    options = ["--device", "cpu", "--dtype", "fp16", "--budget", "280", "--out", str(tmp_path / "out")]
-    done = gpu_script(*options, hidden=hidden, tmp_path=tmp_path, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    asked = ["--rehearse", "--budget", "900", "--out", str(tmp_path / "out")]
+    done = gpu_script(*asked, hidden=hidden, tmp_path=tmp_path, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     told = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert {case["stage"] for case in told["cases"] if case["status"] == "done"} == {
-        *("smoke", "beside", "race", "decode", "ranks", "offsets")
-    }
-    assert [case["stage"] for case in told["cases"] if case["status"] != "done"] == ["graph"]
-    assert list(dict.fromkeys(case["stage"] for case in told["cases"])) == list(options.STAGES)
-    assert {row["kind"] for row in told["rows"]} >= {"smoke", "fwd", "bwd", "race", "decode", "ranks", "offsets"}
+    assert [case["label"] for case in told["cases"] if case["status"] != "done"] == ["tests over NCCL"]
+    stages = [*dict.fromkeys(case["stage"] for case in told["cases"]), "verdict"]
+    assert stages == list(options.STAGES) == list(bench_kernels.ENDS)
+    kinds = {"machine", "correct", "fwd", "bwd", "race", "decode", "launch", "step", "ranks", "offsets"}
+    assert {row["kind"] for row in told["rows"]} >= kinds
+    assert (tmp_path / "out" / "verdict.md").read_text().count("not measured") == 5

@@ -105,7 +105,7 @@ TABLE = [
     ("", "bench serve --model nope", "model 'nope' is neither 'smollm2' nor a folder with a config.json"),
     ("", "bench step --ranks 2 --profile", "--profile needs one contender: name it with --schedules"),
     ("", "bench kernels --device cuda", "--device cuda: torch sees no GPU here; use --device cpu"),
-    ("", "bench kernels --only smoke deocde", "--only: invalid choice: 'deocde'"),
+    ("", "bench kernels --only correct deocde", "--only: invalid choice: 'deocde'"),
     ("", "convert", r"required: \{to-megatron,to-huggingface\}"),
     ("", "convert to-megatron nope out", "model 'nope' is neither 'smollm2' nor a folder with a config.json"),
     ("", "convert to-huggingface texts out", "texts has no checkpoint: name a folder that --save wrote"),

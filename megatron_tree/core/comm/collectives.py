@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .team import Team, from_next, subgroup
 from .traffic import note
-from .work import Mail, Pending, meet, wait_for
+from .work import Mail, Pending, meet, nccl_limit, wait_for
 
 # the newer name; the older one warns from torch 2.13 on
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -180,7 +180,8 @@ def _builtin(op: str, team: Team, places: tuple[int, ...], start):
     meet(op, ranks)
     try:
         group = subgroup(team, places)
-        work = start(group=group)
+        with nccl_limit(op, group, ranks):
+            work = start(group=group)
         yield
         wait_for(work, ranks, on=group)
     except RuntimeError as error:

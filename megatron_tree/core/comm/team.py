@@ -96,27 +96,28 @@ def subgroup(team: Team, ranks: tuple[int, ...]):
     if not made:
         weakref.finalize(whole.group, _free, made).atexit = False
     if (team.name, ranks) not in made:
-        made[team.name, ranks] = _in_time(functools.partial(_new_group, whole, ranks), whole.timeout_s)
+        make = functools.partial(_new_group, whole, ranks, f"megatron_tree {team.name}")
+        made[team.name, ranks] = _in_time(make, whole.timeout_s)
     return made[team.name, ranks]
 
 
-def _new_group(whole: Ranks, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """A process group of some of the ranks; with NCCL its kernels have priority over those that compute.
+def _new_group(whole: Ranks, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
+    """A process group of some of the ranks, by this name in torch's log; with NCCL its kernels have priority over those
+    that compute.
 
     If the default group is bound to a device, `new_group` would split its NCCL communicator, for which all of its ranks
     have to call, not only these. So the ranks' own is split, for which all of them do call: NCCL tells the parts apart
     by the ranks that each one names.
     """
-    if whole.backend == "nccl" and dist.group.WORLD.bound_device_id is not None:
-        return dist.split_group(
-            whole.group, [list(ranks)], timeout=whole.limit, pg_options=options_of_group("nccl", whole.limit)
-        )
+    backend = "nccl" if "nccl" in whole.state.backends.values() else "gloo"  # one of the group's, whatever a call needs
+    options = dict(timeout=whole.limit, pg_options=options_of_group(backend, whole.limit), group_desc=name)
+    if backend == "nccl" and dist.group.WORLD.bound_device_id is not None:
+        return dist.split_group(whole.group, [list(ranks)], **options)
     return dist.new_group(
         [whole.state.ranks[r] for r in ranks],
         backend=dist.get_backend(whole.group),
-        timeout=whole.limit,
-        pg_options=options_of_group(whole.backend, whole.limit),
         use_local_synchronization=True,
+        **options,
     )
 
 

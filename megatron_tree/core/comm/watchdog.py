@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..errors import CommError
+from ..log import logger
 from . import gloo
 from .call_record import Call
 from .group import GroupState, region, wait_limit
@@ -36,6 +37,7 @@ REJECT_S = 5.0  # for the store to take note of a rejection
 GATHER_S = 0.8  # for the other ranks' reports
 TAKE_OVER_S = 0.5  # more, after which the conclusion is not left to the first rank that reported
 LINGER_S = 0.7  # that the process which hosts the store stays for the others to read the conclusion
+LATE = 0.9  # of its time limit
 DIFFERENT_CALLS = "the ranks of cp_group make different calls, or in another order"
 EVERY_GROUP = object()
 
@@ -65,6 +67,15 @@ class Wait(NamedTuple):
     """When it began, see `time.monotonic`; inf: in a `monitored` region, in which it may wait outside this package."""
 
 
+class Queued(NamedTuple):
+    """The collective that this rank has queued last on a device, whose host does not wait for it."""
+
+    what: str
+    limit_s: float
+    since: float
+    """See `time.monotonic`."""
+
+
 class Watchdog:
     """What this rank waits for in one group, and the errors that end its waits; `Watchdog.of(group)` finds it.
 
@@ -80,6 +91,8 @@ class Watchdog:
         epoch = self.key("epoch", self.rank)
         self._prefix = self.key(self.store.run(lambda store: store.add(epoch, 1), timeout_s))
         self.wait: Wait | None = None
+        self.queued: Queued | None = None
+        self._said: Queued | None = None
         self.is_interrupted = False
         """Whether a wait in this group is to end: another rank failed or rejected its input, or it takes too long."""
         self.rejection: ValueError | None = None
@@ -116,6 +129,25 @@ class Watchdog:
         finally:
             self.wait = before
 
+    def note_queued(self, op: str, limit_s: float) -> None:
+        """A collective is queued on a device: its time limit is torch's to keep."""
+        self.queued = Queued(f"{op}{self.where()}", limit_s, time.monotonic())
+
+    def _say_what_is_late(self) -> None:
+        """In a `monitored` region the host may wait for the device outside of this package, and torch's watchdog may
+        end the process: shortly before, the log says in what."""
+        queued = max((x.queued for x in self.store.watchdogs if x.queued), key=lambda x: x.since, default=None)
+        if queued is not None and queued is not self._said and time.monotonic() - queued.since > LATE * queued.limit_s:
+            self._said = queued
+            logger.warning(
+                "%s has queued nothing for %.3g s since %s: if another rank is lost or late, torch ends this process "
+                "when that has taken %g s",
+                self.me,
+                time.monotonic() - queued.since,
+                queued.what,
+                queued.limit_s,
+            )
+
     def interrupt(self, on) -> None:
         """Make this rank's waits on a group, or on all groups, fail now. They can't be used afterwards."""
         everywhere = on is EVERY_GROUP
@@ -137,6 +169,8 @@ class Watchdog:
         """A request: look for failures, rejections and questions while the main thread waits."""
         if (wait := self.wait) is None:
             return
+        if wait.on is EVERY_GROUP:
+            self._say_what_is_late()
         waited_s, running, current = time.monotonic() - wait.since, self.calls.running(), self.calls.current
         self._is_overdue = self._is_overdue or waited_s > wait_limit()
         asked = [current] if waited_s > ASK_S and current in running else []  # perhaps others make another call

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,9 +31,28 @@ def run(op: str, ranks: Ranks, num_bytes: int, start: Callable[..., dist.Work], 
     note(op, ranks.size, num_bytes)
     meet(op, ranks)
     try:
-        wait_for(start(x), ranks, on=ranks.group)
+        with nccl_limit(op, ranks.group, ranks):
+            work = start(x)
+        wait_for(work, ranks, on=ranks.group)
     except RuntimeError as error:
         raise ranks.watchdog.operation_failed(op, ranks.timeout_s, error) from error
+
+
+@contextlib.contextmanager
+def nccl_limit(op: str, group: dist.ProcessGroup, ranks: Ranks) -> Iterator[None]:
+    """What starts in this context has the ranks' time limit: NCCL's collectives have their group's, and torch's
+    watchdog, which keeps it, knows no other. Ours notes what was started last."""
+    if ranks.backend != "nccl":
+        yield
+        return
+    ranks.watchdog.note_queued(op, ranks.timeout_s)
+    backend = group._get_backend(ranks.device)
+    before = backend.options._timeout
+    backend._set_default_timeout(ranks.limit)
+    try:
+        yield
+    finally:
+        backend._set_default_timeout(before)
 
 
 def wait_for(works, ranks: Ranks, *, on) -> None:
@@ -250,7 +270,8 @@ class Transfer:
             note("send", ranks.size, send.nbytes)
             ops.append(dist.P2POp(dist.isend, send, group=group, tag=tag, group_peer=dst))
         try:
-            self._work = dist.batch_isend_irecv(ops)
+            with nccl_limit(self._name, group, ranks):
+                self._work = dist.batch_isend_irecv(ops)
         except RuntimeError as error:
             raise self._failed(error) from error
 

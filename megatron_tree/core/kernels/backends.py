@@ -21,10 +21,11 @@ from ..log import say_once
 from ..spec import AttnSpec
 from . import fastest, leaves, ranges
 from .kv_cache import KVCache, decode_shared
-from .libraries import LIBRARIES, Library
+from .libraries import LIBRARIES, Library, preferred
 from .maxima import LargestLogits
 
-ACCELERATORS = ("cuda",)  # torch's name for CUDA and ROCm devices: Triton's kernels are the default there
+NAMED = "asked for"  # the reason for a backend that the user has named
+ACCELERATORS = ("cuda",)  # torch's name for CUDA and ROCm devices, on which Triton's kernels run
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ class Backend:
         attn_bwd is `attn_bwd_jvp`, equations (5) to (7) and (12) to (14), from the *global* statistics (lse, mu) and
         (delta, kappa), [b, h, s_q, 2] each: dq, dk and dv are dual tensors, and still sums over blocks.
 
-        Raises: ``ValueError`` for a library, which has no such kernels.
+        A library has no such kernels: ours take the place of one that "auto" has chosen.
+        Raises: ``ValueError`` for one that was named.
         """
         if isinstance(self.module, LargestLogits):
             inner = replace(self, module=self.module.module).for_duals(dtype, width)
@@ -88,6 +90,9 @@ class Backend:
                 "deterministic='ranks' has first derivatives only: use deterministic=True where tangents or second "
                 "derivatives are asked for"
             )
+        if isinstance(self.module, Library) and self.reason != NAMED:
+            name = "reference" if _module("triton") is None else "triton"
+            return replace(self, name=name, module=_module(name)).for_duals(dtype, width)
         if isinstance(self.module, Library):
             raise ValueError(
                 f"backend={self.name!r} has first derivatives only: use backend='reference' where tangents or second "
@@ -155,11 +160,14 @@ def choose(
         what = _unsupported(backend, q, k, v, spec, **needs)
         if what:
             raise ValueError(f"backend={backend!r} can't take {what}: use backend='auto' or 'reference'")
-        return _chosen(backend, "asked for")
-    refusals, measured = [], ()
+        return _chosen(backend, NAMED)
+    refusals, first, why_first = [], (), "the fastest that was measured on this GPU"
     if q.device.type in ACCELERATORS:
-        measured = () if decodes else fastest.for_device(q.device, max(q.shape[-1], v.shape[-1]))
-        names = dict.fromkeys((*measured, "triton", "aten"))
+        if not decodes:
+            first = fastest.for_device(q.device, max(q.shape[-1], v.shape[-1]))
+            if not fastest.knows(q.device):
+                first, why_first = preferred(q.device), "the default on such a GPU, until `make gpu` measures it"
+        names = dict.fromkeys((*first, "triton", "aten"))
     else:
         names = ("native", "aten")[not decodes :]
     for name in names:
@@ -170,7 +178,7 @@ def choose(
                 "native": f"our kernel takes {q.dtype} on {q.device.type}",
                 "aten": f"torch's flash kernel takes {q.dtype} on {q.device.type}",
             }
-            why = "the fastest that was measured on this GPU" if name in measured else takes[name]
+            why = why_first if name in first else takes[name]
             return _chosen(name, "; ".join([*refusals, why]))
         refusals.append(f"{name} can't take {what}")
     return _chosen("reference", "; ".join(refusals))

@@ -160,3 +160,16 @@ LIBRARIES = {
     "fa3": Library(aten.flash_forward, aten.flash_backward, _FA3.missing, _FA3.active),
     "fa4": Library(aten.flash_forward, aten.flash_backward, _FA4.missing, _FA4.active),
 }
+
+
+@functools.lru_cache
+def preferred(device: torch.device) -> tuple[str, ...]:
+    """The libraries that are taken before our own kernels where nothing was measured: FlashAttention 3 or 4 where it is
+    installed, and cuDNN, on sm_90 and sm_100."""
+    if device.type not in aten.GPUS or torch.version.hip:
+        return ()
+    q, major = torch.empty(0, 1, 1, 16, device=device), torch.cuda.get_device_capability(device)[0]
+    if major not in (9, 10):
+        return ()
+    name, flash = ("fa3", _FA3) if major == 9 else ("fa4", _FA4)
+    return (name, "cudnn") if flash.missing(q, 16) is None else ("cudnn",)

@@ -5,7 +5,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import shutil
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Sequence
 
 import torch
@@ -30,6 +34,7 @@ from ..calibrate.kernel_cases import (
     WrongResult,
     clock,
     inputs,
+    ours,
     relative_error,
     rounding,
     truth_of,
@@ -39,6 +44,15 @@ from .tasks import NotHere
 RANKS = 2
 GRAPHED_STEPS = 200  # over a dozen pages of a row
 VOCAB = 128  # of `SmallRunner`
+SANITIZERS = "memcheck", "racecheck"
+_SANITIZED = """
+import torch
+from {package} import low_precision as cases
+where = {dtype}, torch.device("{device}"), "{backend}"
+small = cases.ONE[0][0]._replace(length=70)
+cases.check_training(cases.Training(((small,), (small,), 70, 70), (2, 1), (64, 64), {{}}), *where)
+cases.check_decoding(cases.DECODING["int8"], *where)
+"""
 
 
 def check_ranks(case: KernelCase, backend: str, emit: Emit, *, device, dtype) -> None:
@@ -84,33 +98,73 @@ def _truth(case: KernelCase, given, rows) -> list[torch.Tensor]:
     return [*(x[:, rows] for x in whole.values()), token["out"]]
 
 
+def sanitize(tool: str, backend: str, emit: Emit, *, device, dtype) -> None:
+    """A forward, a backward and a decode step of small shapes under one of compute-sanitizer's tools. On a CPU, a
+    rehearsal, without it.
+
+    Raises: `WrongResult` with the end of what it says; `NotHere` without the tool.
+    """
+    found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if device.type == "cuda" and found is None:
+        raise NotHere("compute-sanitizer is not here: it comes with CUDA's toolkit")
+    prefix = [found, "--tool", tool, "--error-exitcode", "9"] if device.type == "cuda" else []
+    program = _SANITIZED.format(package=__package__, dtype=dtype, device=str(device), backend=backend)
+    done = subprocess.run([*prefix, sys.executable, "-c", program], capture_output=True, text=True)
+    if done.returncode:
+        raise WrongResult(f"{tool}, exit status {done.returncode}: {(done.stdout + done.stderr)[-1500:]}")
+    print(f"  {tool}: {'nothing found' if prefix else 'a rehearsal without the tool'}", flush=True)
+    emit(KernelTiming(tool, "correct", backend, None, 0.0, "errors"))
+
+
+def time_launch(case: KernelCase, backend: str, emit: Emit, *, device, dtype) -> None:
+    """Microseconds of the host for a decode step over a short cache, launched and, with a GPU, in a CUDA graph."""
+    call = ours(case, backend, inputs(case, device, dtype))
+    ways = {"launched": call}
+    call()
+    if device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        ways["replayed"] = graph.replay
+    for name, way in ways.items():
+        count = 3 if backend == "triton" and device.type == "cpu" else 500
+        begun = time.perf_counter()
+        for _ in range(count):
+            way()
+        seconds = (time.perf_counter() - begun) / count  # the device is faster, or the host waits for it
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        print(f"  a decode step, {name}: {seconds * 1e6:.1f} us of the host", flush=True)
+        emit(KernelTiming(case.label, "launch", f"{backend}, {name}", seconds * 1e3, 1 / seconds, "steps/s"))
+
+
 def check_step_graph(case: KernelCase, backend: str, emit: Emit, *, device, dtype) -> None:
     """Steps of a cache's runner in CUDA graphs, over pages and capacities: they must give what ordinary steps give.
-
-    Raises: `NotHere` without CUDA graphs.
-    """
-    if device.type != "cuda":
-        raise NotHere("CUDA graphs need a GPU")
+    Without a GPU ordinary ones alone are timed."""
     options = dict(heads=(case.h, case.h_kv), head_dim=case.d, windows=(None, 256) * 2, device=device, dtype=dtype)
     options["config"] = TreeConfig(backend=backend)
-    runners = [SmallRunner(**options, cuda_graphs=graphs) for graphs in (False, True)]
+    gpu = device.type == "cuda"
+    runners = [SmallRunner(**options, cuda_graphs=graphs) for graphs in ((False, True) if gpu else (False,))]
     words = torch.arange(case.s, device=device) % VOCAB
     rows = list(range(case.b + 1))  # one less than a power of two: an empty row is run as well
     for runner in runners:
         for row in rows:
             runner.prefill(runner.add(), words[: case.s >> row])
     tokens, worst = words[: len(rows), None], 0.0
-    for _ in range(GRAPHED_STEPS):
+    for _ in range(GRAPHED_STEPS if gpu else 0):
         ordinary, replayed = (runner.step(rows, tokens) for runner in runners)
         worst = max(worst, relative_error(replayed, ordinary))
         if not worst <= 4 * rounding(case, dtype):
             raise WrongResult(f"a replayed step is off by {worst:.2g} of a row's norm, {runner.length(0)} tokens")
         tokens = ordinary.argmax(-1)
-    print(f"  {GRAPHED_STEPS} steps of a runner, replayed: largest difference {worst:.2g} of a row's norm", flush=True)
+    if gpu:
+        print(
+            f"  {GRAPHED_STEPS} steps of a runner, replayed: largest difference {worst:.2g} of a row's norm", flush=True
+        )
     for name, runner in zip(("runner's step, launched", "runner's step, replayed"), runners):
         seconds = clock(functools.partial(runner.step, rows, tokens), device)
         print(f"  {name}: {seconds * 1e6:.1f} us", flush=True)
-        emit(KernelTiming(case.label, "graph", name, seconds * 1e3, 1 / seconds, "steps/s"))
+        emit(KernelTiming(case.label, "step", name, seconds * 1e3, 1 / seconds, "steps/s"))
 
 
 def check_offsets(elements: int, backend: str, emit: Emit, *, device, dtype) -> None:

@@ -20,9 +20,9 @@ COMMANDS = {
 EXAMPLES = {
     "kernels": """\
   megatron-tree bench kernels --out docs/gpu-results/today --budget 540
-  megatron-tree bench kernels --only smoke decode --dtype fp16
+  megatron-tree bench kernels --only correct decode --dtype fp16
   megatron-tree bench kernels --device cpu
-  TRITON_INTERPRET=1 megatron-tree bench kernels --device cpu --dtype fp16      a rehearsal
+  python launch/gpu.py --rehearse
 """,
     "decode": """\
   megatron-tree bench decode --ranks 4 --seq-len 16k
@@ -65,13 +65,14 @@ GENERATE = ("auto", "ring", "allreduce")
 DTYPES = ("bf16", "fp16", "fp32")
 SIZES = {"layers": 4, "hidden_size": 512, "heads": 16, "kv_heads": 4, "head_dim": 128}
 STAGES = {
-    "smoke": "every kernel against dense attention in the same dtype",
-    "beside": "forward and backward: our backends and torch's kernels",
-    "race": "other tile sizes at head_dim 128 (GPU)",
-    "decode": "caches in tensors, in pages, in 8 bits, and latents",
-    "ranks": "two ranks that share the device, over gloo",
-    "graph": "steps of the cache's runner in a CUDA graph (GPU)",
-    "offsets": "tensors of more than 2^31 elements",
+    "machine": "driver, clocks, power, links; a copy and matrix products",
+    "correct": "every kernel and dtype against dense attention; under compute-sanitizer; more than 2^31 elements",
+    "beside": "forward and backward: our backends, torch's kernels and libraries",
+    "tiles": "other tile sizes, of which the fastest are kept (GPU)",
+    "decode": "caches in tensors, in pages, in 8 bits, and latents, beside libraries; the time of a launch",
+    "step": "steps of the cache's runner, launched and in a CUDA graph",
+    "ranks": "ranks on one device, or on several: tests over NCCL, what is hidden behind attention, memory",
+    "verdict": "what was measured beside what was aimed at",
 }
 
 

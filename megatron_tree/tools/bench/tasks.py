@@ -13,7 +13,8 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -127,16 +128,23 @@ def run_task(task: Task, emit: Emit) -> tuple[str, str]:
     return DONE, ""
 
 
-def run_tasks(tasks: Iterable[Task], *, end: float, emit: Emit, ended: Callable[[Outcome], None]) -> None:
+def run_tasks(
+    tasks: Iterable[Task],
+    *,
+    end: float,
+    emit: Emit,
+    ended: Callable[[Outcome], None],
+    ends: Mapping[str, float] = MappingProxyType({}),
+) -> None:
     """Run tasks in order until the instant `end` of time.monotonic(); those that don't fit any more are not run.
 
-    emit gets the results as they come, ended each task's outcome.
+    ends: for stages that end earlier. emit gets the results as they come, ended each task's outcome.
     """
     worker = None
     try:
         for task in tasks:
             begun = time.monotonic()
-            left = end - begun
+            left = ends.get(task.stage, end) - begun
             if left < task.seconds:
                 said = f"needs about {task.seconds:.0f} s, and {max(left, 0):.0f} s of the budget are left"
                 ended(Outcome(task.stage, task.label, NOT_RUN, 0.0, said))

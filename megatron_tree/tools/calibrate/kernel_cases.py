@@ -23,6 +23,7 @@ from ...core.kernels import KVCache, fastest
 from ...core.kernels.libraries import LIBRARIES
 from ...core.layout import Segment
 from ...core.spec import AttnSpec
+from .other_kernels import others
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PAGE = 64  # tokens of a page
@@ -33,8 +34,11 @@ class WrongResult(RuntimeError):
     """A result differs from the truth by more than allowed: no speed is printed."""
 
 
+WINDOW, DOCUMENTS = 1024, 8  # of the masks "window" and "packed"
+
+
 class KernelCase(NamedTuple):
-    """One shape; causal for "fwd" and "bwd", one query per row for "decode"."""
+    """One shape; causal for "fwd" and "bwd", one query per row for "decode". d 192 has values of 128, as MLA."""
 
     kind: str
     b: int
@@ -43,18 +47,40 @@ class KernelCase(NamedTuple):
     h_kv: int
     d: int
     cache: str = ""  # of decode: "", "paged", "paged int8", "paged fp8", or "latent": values that begin the keys
+    mask: str = ""
+    """Of "fwd" and "bwd", causal all of them: "", "window", "packed" (documents of equal length), or "zigzag": the cell
+    of one of two ranks' queries with the other's keys, whose out is fp32 to be merged."""
 
     @property
     def label(self) -> str:
-        return " ".join(filter(None, (f"{self.kind} b{self.b} s{self.s} h{self.h}/{self.h_kv} d{self.d}", self.cache)))
+        shape = f"{self.kind} b{self.b} s{self.s} h{self.h}/{self.h_kv} d{self.d}"
+        return " ".join(filter(None, (shape, self.cache, self.mask)))
 
     @property
     def d_v(self) -> int:
-        return self.d - 64 if self.cache == "latent" else self.d
+        return self.d - 64 if self.cache == "latent" or self.d == 192 else self.d
+
+    @property
+    def segments(self) -> dict[str, tuple[Segment, ...]]:
+        """Of queries and of keys."""
+        n = self.s // (DOCUMENTS if self.mask == "packed" else 2)
+        if self.mask == "packed":
+            of_both = (tuple(Segment(i * n, 0, n, i) for i in range(DOCUMENTS)),) * 2
+        elif self.mask == "zigzag":
+            of_both = ((Segment(0, n, n), Segment(n, 2 * n, n)), (Segment(0, 0, n), Segment(n, 3 * n, n)))
+        else:
+            of_both = ((Segment(0, 0, self.s),),) * 2
+        return dict(zip(("q_segments", "k_segments"), of_both))
+
+    @property
+    def spec(self) -> AttnSpec:
+        window = dict(window_size=(WINDOW - 1, 0)) if self.mask == "window" else {}
+        return AttnSpec(softmax_scale=self.d**-0.5, **window)
 
     @property
     def flops(self) -> float:
-        whole = 4 * self.b * self.h * self.s * self.s * self.d / 2
+        keys = {"window": 2 * min(WINDOW, self.s), "packed": self.s // DOCUMENTS}.get(self.mask, self.s)
+        whole = 2 * self.b * self.h * self.s * keys / 2 * (self.d + self.d_v)
         return {"fwd": whole, "bwd": 2.5 * whole, "decode": 4 * self.b * self.h * self.s * self.d}[self.kind]
 
     @property
@@ -89,8 +115,9 @@ def inputs(case: KernelCase, device, dtype) -> list[Tensor]:
     """q, k, v, dout [b, s, heads, d]; one query for decode. On "meta" they have no numbers."""
     g = None if torch.device(device).type == "meta" else torch.Generator(device).manual_seed(0)
     s_q = 1 if case.kind == "decode" else case.s
-    shapes = ((s_q, case.h), (case.s, case.h_kv), (case.s, case.h_kv), (s_q, case.h))
-    q, k, v, dout = (torch.randn(case.b, s, h, case.d, device=device, dtype=dtype, generator=g) for s, h in shapes)
+    of_keys = (case.s, case.h_kv, case.d_v)
+    shapes = ((s_q, case.h, case.d), (case.s, case.h_kv, case.d), of_keys, (s_q, case.h, case.d_v))
+    q, k, v, dout = (torch.randn(case.b, *shape, device=device, dtype=dtype, generator=g) for shape in shapes)
     return [q, k, k[..., : case.d_v] if case.cache == "latent" else v, dout]
 
 
@@ -113,17 +140,15 @@ def truth_of(case: KernelCase, given: list[Tensor]) -> dict[str, Tensor]:
 
     {"out": ...} or {"dq", "dk", "dv": ...}, [b, s, heads, d].
     """
-    spec = AttnSpec(softmax_scale=case.d**-0.5)
     q, k, v, dout = (x[:, :, heads] for x, heads in zip(given, _heads(case)))
     if case.eight_bits:
         (k, k_scale), (v, v_scale) = quantize(k, case.eight_bits), quantize(v, case.eight_bits)
         k, v = k.double() * k_scale[..., None], v.double() * v_scale[..., None]
     q, k, v, dout = (x.double() for x in (q, k, v, dout))
     if case.kind == "decode":
-        state = kernels.attn_decode(q, KVCache(k, v), spec, backend="reference")
+        state = kernels.attn_decode(q, KVCache(k, v), case.spec, backend="reference")
         return {"out": state[..., : case.d_v]}
-    whole = (Segment(0, 0, case.s),)
-    options = dict(q_segments=whole, k_segments=whole, spec=spec, backend="reference")
+    options = dict(**case.segments, spec=case.spec, backend="reference")
     out, lse = kernels.attn_fwd(q, k, v, **options)
     if case.kind == "fwd":
         return {"out": out}
@@ -173,13 +198,17 @@ def _heads(case: KernelCase) -> tuple[list[int], ...]:
 def ours(case: KernelCase, backend: str, given) -> Call:
     """One of our backends over `given` (q, k, v, dout); for "bwd" the backward alone, with delta."""
     q, k, v, dout = given
-    spec = AttnSpec(softmax_scale=case.d**-0.5)
     if case.kind == "decode":
         cache = in_pages(k, v, PAGE, case.eight_bits) if case.cache.startswith("paged") else KVCache(k, v)
-        return functools.partial(kernels.attn_decode, q, cache, spec, backend)
-    whole = (Segment(0, 0, case.s),)
-    options = dict(q_segments=whole, k_segments=whole, spec=spec, backend=backend)
+        return functools.partial(kernels.attn_decode, q, cache, case.spec, backend)
+    options = dict(**case.segments, spec=case.spec, backend=backend)
     forward = functools.partial(kernels.attn_fwd, q, k, v, **options)
+    if case.mask == "zigzag":
+
+        def forward():
+            call = dict(**case.segments, spec=case.spec, out_dtype=torch.float32)
+            return kernels.choose(q, k, v, case.spec, backend).attn_fwd(q, k, v, **call)
+
     if case.kind == "fwd":
         return forward
     state = functools.cache(lambda: [x.float() for x in forward()])
@@ -193,7 +222,7 @@ def ours(case: KernelCase, backend: str, given) -> Call:
 
 def torchs(case: KernelCase, given) -> dict[str, Call]:
     """torch's scaled_dot_product_attention with its flash kernel and, on GPUs, with cuDNN, by name."""
-    if case.cache:
+    if case.cache or case.mask:
         return {}
     q, k, v, dout = (x.transpose(1, 2) for x in given)
     leaves = [x.detach().requires_grad_(case.kind == "bwd") for x in (q, k, v)]
@@ -217,16 +246,19 @@ def torchs(case: KernelCase, given) -> dict[str, Call]:
 def time_case(case: KernelCase, which: tuple, emit: Emit, *, device: torch.device, dtype: torch.dtype) -> None:
     """Check and time contenders and the device's own limit (a copy, or a matrix product); prints a table.
 
-    which: "torch" and names of our backends, in this order: "fa3" and "fa4" take the place of torch's flash kernel,
-    until the end of the case. Raises `WrongResult` at the end if one of ours was wrong or could not run; the times of
-    the others are given to `emit` before. A library that is not here, or refuses the case, is no error.
+    which: "torch", "others" (other_kernels.py) and names of our backends. Raises `WrongResult` at the end if one of
+    ours was wrong or could not run; the times of the others are given to `emit` before. A library that is not here, or
+    refuses the case, is no error.
     """
     print(f"\n{case.label}, {str(dtype).removeprefix('torch.')}", flush=True)
     given = inputs(case, device, dtype)
     truth = truth_of(case, given)
     calls = {}
     for name in which:
-        calls |= torchs(case, given) if name == "torch" else {f"ours, {name}": ours(case, name, given)}
+        if name == "others":
+            calls |= _others(case, given)
+        else:
+            calls |= torchs(case, given) if name == "torch" else {f"ours, {name}": ours(case, name, given)}
     work = (case.kv_bytes(dtype) / 1e9, "GB/s") if case.kind == "decode" else (case.flops / 1e12, "TFLOP/s")
     limits = _limits(case, device, dtype)
     wrong, first = [], None
@@ -250,10 +282,16 @@ def time_case(case: KernelCase, which: tuple, emit: Emit, *, device: torch.devic
         ratio = f"{first.name} / this {first.rate / row.rate:5.2f}"
         print(f"  {name:<16} {row.ms:9.3f} ms {row.rate:9.4g} {unit:<8} {ratio}", flush=True)
         emit(row)
-    if getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)():
-        torch.nn.attention.restore_flash_attention_impl()
     if wrong:
         raise WrongResult("; ".join(wrong))
+
+
+def _others(case: KernelCase, given: list[Tensor]) -> dict[str, Call]:
+    try:
+        return others(case, given)
+    except Exception as error:  # of a library that can't be loaded here
+        print(f"  libraries not available: {type(error).__name__}: {error}"[:120], flush=True)
+        return {}
 
 
 def fastest_backends(rows: list[KernelTiming]) -> dict[str, str]:
@@ -265,7 +303,8 @@ def fastest_backends(rows: list[KernelTiming]) -> dict[str, str]:
     times = {(row.case, row.name): row.ms for row in rows if row.name.startswith("ours, ")}
     for case in dict.fromkeys(row.case for row in rows if row.kind == "fwd"):
         backward, width = case.replace("fwd", "bwd"), case.rpartition(" d")[2]
-        if names := [name for of, name in times if of == case and (backward, name) in times]:
+        names = [name for of, name in times if of == case and (backward, name) in times]
+        if names and width.isdecimal():  # else it has a mask
             best = min(names, key=lambda name: times[case, name] + times[backward, name])
             fastest.setdefault(width, best.removeprefix("ours, "))
     return fastest

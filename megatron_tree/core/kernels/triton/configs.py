@@ -61,7 +61,7 @@ def split_head_dim(d: int, dual: bool = False) -> tuple[int, int]:
 _SM90 = {
     "fwd": {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 128, 8, 3), 256: Tiles(128, 64, 8, 2)},
     "dq": {64: Tiles(128, 32, 8, 2), 128: Tiles(128, 64, 8, 3), 192: Tiles(128, 64, 8, 2), 256: Tiles(128, 32, 8, 2)},
-    "dkdv": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 128, 8, 3), 192: Tiles(32, 64, 4, 3), 256: Tiles(32, 64, 8, 2)},
+    "dkdv": {64: Tiles(64, 64, 4, 2), 128: Tiles(64, 128, 8, 3), 192: Tiles(32, 64, 8, 2), 256: Tiles(32, 64, 8, 2)},
     "fwd_jvp": {64: Tiles(128, 64, 8, 2), 128: Tiles(128, 32, 8, 2), 256: Tiles(32, 32, 8, 2)},
     "dq_jvp": {128: Tiles(128, 32, 8, 2), 256: Tiles(32, 32, 8, 2)},
     "dkdv_jvp": {64: Tiles(64, 32, 4, 2), 128: Tiles(32, 32, 4, 2), 256: Tiles(16, 32, 8, 2)},
@@ -116,7 +116,8 @@ def tiles(kernel: str, width: int, arch: str, itemsize: int = 2, dropout: bool =
         return _INTERPRETER
     if itemsize > 2:
         columns = 2 * width if kernel.endswith("jvp") else width
-        return Tiles(32, 32, 8, 1) if columns <= 192 and arch != "gfx942" else Tiles(16, 16, 4, 1)
+        most = 64 if kernel == "dkdv_jvp" else 192
+        return Tiles(32, 32, 8, 1) if columns <= most and arch != "gfx942" else Tiles(16, 16, 4, 1)
     table = ARCHES[arch][kernel]
     chosen = next(table[w] for w in sorted(table) if width <= w)
     if dropout:
@@ -142,10 +143,10 @@ def decode_tiles(rows: int, width: int, arch: str, itemsize: int = 2) -> Tiles:
     m = 1 << max(4, (rows - 1).bit_length())
     if width > 256:
         return _LATENT[arch]._replace(m=min(m, _LATENT[arch].m))
-    warps = 8 if m > 64 else 4
+    spills = m == 64 and width > 192 and arch in ("sm80", "sm86", "sm100")  # registers, with 4 warps
+    warps = 8 if m > 64 or spills else 4
     if itemsize > 2:
-        small = width > 128 or m > 16 or arch == "gfx942"
-        return Tiles(m, 16, warps, 1 if m > 16 else 2) if small else Tiles(m, 64, warps, 2)
+        return Tiles(m, 16 if width > 128 or arch == "gfx942" else 64, warps, 2)
     if arch == "gfx942":
         return Tiles(m, 64, warps, 1)
     if arch == "sm86" and width > 192:

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...spec import AttnSpec
+from .. import fastest
 from ..kv_cache import KVCache
 from . import common, configs, host
 from .common import LOG2E, alibi, cap_logits, dot, head_of, softmax_end, softmax_step
@@ -43,21 +44,23 @@ def attn_decode_kernel(
     Q, K, V, STATE, LENGTHS, Q_POS, K_POS, BLOCK_TABLE, K_SCALE, V_SCALE, SLOPES, SELECTED, num_keys, keys_per_split,
     s_q, num_splits, sharers, q_strides, k_strides, v_strides, k_pos_stride, table_stride, scales_page_stride,
     scales_strides, slopes_stride, left, scale, softcap,
-    GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
-    E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_POSITIONS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, SCALED: tl.constexpr, NARROW: tl.constexpr,
-    STAGES: tl.constexpr,
+    GROUP: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr,
+    E0: tl.constexpr, E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PAGE: tl.constexpr, SCALED: tl.constexpr,
+    NARROW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Tile row r is query r // GROUP of head h_kv * GROUP + r % GROUP. STATE fp32 [b, splits, s_q, h, E + 1].
-    SLOPES fp32 [b, h], ALiBi's, with positions; or None. SELECTED int32 [b, num_keys]: the slots that a row reads, -1:
-    none; `sharers` rows read one row of the cache. None: all slots, in order, of a row for each.
+    """Tile row r is query r // GROUP of head tile * GROUP + r % GROUP; a KV head has PARTS tiles. STATE fp32
+    [b, splits, s_q, h, E + 1]. SLOPES fp32 [b, h], ALiBi's, with positions; or None. SELECTED int32 [b, num_keys]:
+    the slots that a row reads, -1: none; `sharers` rows read one row of the cache. None: all slots, in order, of a row
+    for each.
     """
     split = tl.program_id(0)
-    h_kv = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(1).to(tl.int64)
+    h_kv = tile // PARTS
     b = tl.program_id(2).to(tl.int64)
     r = tl.arange(0, M)
     query = r // GROUP
-    h = h_kv * GROUP + r % GROUP
+    h = tile * GROUP + r % GROUP
     in_q = query < s_q
     q_at = head_of(Q, q_strides, b, h) + query * q_strides[1]
     c0 = tl.arange(0, D0)
@@ -212,23 +215,25 @@ def attn_decode(q: Tensor, cache: KVCache, spec: AttnSpec, num_splits: int | Non
         check_pages(cache.k)
     q, k, v = (host.unit_last_stride(x) for x in (q, cache.k, cache.values))
     rows = ROWS[q.element_size()]
-    if host.HeadDims.of(q, v).width > host.MAX_HEAD_DIM:
+    group, parts, latents = q.shape[2] // k.shape[2], 1, host.HeadDims.of(q, v).width > host.MAX_HEAD_DIM
+    if latents:
         rows = configs.latent_rows(host.arch(q.device))
-        k, v = _head_in_parts(q.shape[2], rows, k, v)
+    if latents or q.element_size() == 4:  # whose larger tiles don't fit
+        parts = next(n for n in range(1, group + 1) if group % n == 0 and group // n <= rows)
     cache = _addressable(cache, k, v)
     if cache.selected is not None:
-        return _over_lists(q, cache, spec, num_splits)
-    n = max(1, rows // (q.shape[2] // k.shape[2]))
+        return _over_lists(q, cache, spec, num_splits, parts)
+    n = max(1, rows * parts // group)
     if q.shape[1] <= n:
-        return _launch(q, cache, spec, num_splits)
+        return _launch(q, cache, spec, num_splits, parts)
     states = []
     for some in (slice(i, i + n) for i in range(0, q.shape[1], n)):
         part = cache if cache.q_positions is None else cache._replace(q_positions=cache.q_positions[:, some])
-        states.append(_launch(q[:, some], part, spec, num_splits))
+        states.append(_launch(q[:, some], part, spec, num_splits, parts))
     return torch.cat(states, 1)
 
 
-def _over_lists(q: Tensor, cache: KVCache, spec: AttnSpec, num_splits: int | None) -> Tensor:
+def _over_lists(q: Tensor, cache: KVCache, spec: AttnSpec, num_splits: int | None, parts: int) -> Tensor:
     """`attn_decode` of selected slots: every query is a row of its own, of so many as a grid has."""
     step, states = max(1, host.MAX_BATCH // q.shape[1]), []
     for some in (slice(i, i + step) for i in range(0, len(q), step)):
@@ -238,14 +243,8 @@ def _over_lists(q: Tensor, cache: KVCache, spec: AttnSpec, num_splits: int | Non
         else:
             table = table[some]
         part = cache._replace(k=k, v=v, block_table=table, lengths=None, selected=cache.selected[some].contiguous())
-        states.append(_launch(q[some].flatten(0, 1)[:, None], part, spec, num_splits))
+        states.append(_launch(q[some].flatten(0, 1)[:, None], part, spec, num_splits, parts))
     return torch.cat(states).view(*q.shape[:3], -1)
-
-
-def _head_in_parts(num_heads: int, rows: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The one KV head of latents as several that lie in the same place, each for at most `rows` query heads."""
-    parts = next(n for n in range(1, num_heads + 1) if num_heads % n == 0 and num_heads // n <= rows)
-    return k.expand(-1, -1, parts, -1), v.expand(-1, -1, parts, -1)
 
 
 def _addressable(cache: KVCache, k: Tensor, v: Tensor) -> KVCache:
@@ -257,18 +256,20 @@ def _addressable(cache: KVCache, k: Tensor, v: Tensor) -> KVCache:
     return cache._replace(k=k, v=v, k_scale=k_scale, v_scale=v_scale, k_positions=k_positions, block_table=table)
 
 
-def _launch(q: Tensor, cache: KVCache, spec: AttnSpec, num_splits: int | None) -> Tensor:
+def _launch(q: Tensor, cache: KVCache, spec: AttnSpec, num_splits: int | None, parts: int) -> Tensor:
+    """parts: into which the query heads of a KV head are cut."""
     k, v, k_scale, v_scale, _, lengths, q_positions, k_positions, table, _, selected = cache
     b, s_q, h, d = q.shape
-    h_kv, e = k.shape[2], v.shape[-1]
+    num_tiles, e = parts * k.shape[2], v.shape[-1]
     page, num_keys = 0 if table is None else k.shape[1], cache.num_slots if selected is None else selected.shape[2]
     flags = (lengths is not None, k_positions is not None, k_scale is not None)
-    fixed, blocks = _fixed(spec, h // h_kv, s_q, host.HeadDims(d, e), page, flags, q.dtype, host.arch(q.device))
+    machine = host.arch(q.device), fastest.gpu_of(q.device)
+    fixed, blocks = _fixed(spec, h // num_tiles, parts, s_q, host.HeadDims(d, e), page, flags, q.dtype, machine)
     num_slots = blocks * host.multiprocessors(q.device)
-    num_splits, keys_per_split = _splits(num_keys, b * h_kv, num_splits, spec.deterministic, num_slots)
+    num_splits, keys_per_split = _splits(num_keys, b * num_tiles, num_splits, spec.deterministic, num_slots)
     slopes = host.alibi_slopes(spec, q)
     state = torch.empty((b, num_splits, s_q, h, e + 1), dtype=torch.float32, device=q.device)
-    attn_decode_kernel[(num_splits, h_kv, b)](
+    attn_decode_kernel[(num_splits, num_tiles, b)](
         Q=q, K=k, V=v, STATE=state,
         LENGTHS=lengths if lengths is None else lengths.contiguous(),
         Q_POS=q_positions if q_positions is None else q_positions.contiguous(),
@@ -287,19 +288,31 @@ def _launch(q: Tensor, cache: KVCache, spec: AttnSpec, num_splits: int | None) -
 
 @functools.lru_cache(maxsize=1024)
 def _fixed(
-    spec: AttnSpec, group: int, s_q: int, dims: host.HeadDims, page: int, flags: tuple[bool, bool, bool], dtype, arch
+    spec: AttnSpec,
+    group: int,
+    parts: int,
+    s_q: int,
+    dims: host.HeadDims,
+    page: int,
+    flags: tuple[bool, bool, bool],
+    dtype: torch.dtype,
+    machine: tuple[str, str | None],
 ) -> tuple[dict, int]:
     """The arguments that do not change while a cache grows, and the blocks that a multiprocessor holds.
 
-    Made once, and not to be changed. flags: whether there are lengths, positions of keys, and scales.
+    Made once, and not to be changed. flags: whether there are lengths, positions of keys, and scales. machine: a row of
+    `configs.ARCHES`, and `fastest.gpu_of`.
     """
+    arch, gpu = machine
     has_lengths, has_positions, scaled = flags
     heads, itemsize = dims.constants, dtype.itemsize
     tiles = configs.decode_tiles(group * s_q, dims.width, arch, itemsize)
+    if itemsize == 2 and (measured := fastest.tiles_for(gpu, f"decode of {tiles.m}", dims.width)):
+        tiles = configs.Tiles(*measured)
     blocks = configs.decode_blocks(tiles, (heads["D0"] + heads["D1"], heads["E0"] + heads["E1"]), arch, itemsize)
     return dict(
         left=host.window_sides(spec)[0], scale=spec.softmax_scale, softcap=spec.softcap,
-        GROUP=group, **heads, M=tiles.m, N=tiles.n,
+        GROUP=group, PARTS=parts, **heads, M=tiles.m, N=tiles.n,
         HAS_LENGTHS=has_lengths, HAS_POSITIONS=has_positions, WINDOW=spec.left is not None,
         SOFTCAP=spec.softcap > 0, PAGE=page, SCALED=scaled, NARROW=scaled and dtype == torch.float16,
         STAGES=tiles.stages, num_warps=tiles.warps, num_stages=tiles.stages,

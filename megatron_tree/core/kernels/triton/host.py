@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ... import dropout
 from ...merge import NEG_INF, empty_state
 from ...spec import AttnSpec
+from .. import fastest
 from . import bwd, common, configs, fwd
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -282,6 +283,9 @@ def _aligned(x: Tensor) -> Tensor:
 
 def _tiles(kernel: str, q: Tensor, dims: HeadDims, spec: AttnSpec) -> configs.Tiles:
     name = f"{kernel}_jvp" if dims.dual else kernel
+    plain = q.element_size() == 2 and spec.dropout is None
+    if plain and (measured := fastest.tiles_for(fastest.gpu_of(q.device), name, dims.width)):
+        return configs.Tiles(*measured)
     return configs.tiles(name, dims.width, arch(q.device), q.element_size(), spec.dropout is not None)
 
 

@@ -1,0 +1,101 @@
+"""What the assembler makes of the Triton kernels, for GPUs that are not there: they fit, products do not wait for one
+another, and inner loops keep in registers what they need."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from support.machine_code import Code, loops
+
+REPO = Path(__file__).resolve().parents[2]
+SHARED = {"sm_80": 166912, "sm_86": 101376, "sm_89": 101376, "sm_90": 232448, "sm_100": 232448, "sm_120": 101376}
+HEAD_DIMS = [(64, 64), (128, 128), (192, 128), (256, 256)]  # of q and k, of v
+EVERYTHING = "training", "tangents", "decoding"
+
+
+def codes(folder, *what) -> list[Code]:
+    path = os.pathsep.join((str(REPO), str(REPO / "tests")))
+    env = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    env |= dict(PYTHONPATH=path, TRITON_CACHE_DIR=str(folder / "cache"))
+    command = [sys.executable, "-m", "support.machine_code", what[0], *map(json.dumps, what[1:])]
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [Code(**json.loads(line)) for line in done.stdout.splitlines()]
+
+
+def check(found: list[Code], arch: str, known: dict = {}) -> None:  # noqa: B006
+    """known: (kernel, head dims, dtype) -> accesses to a thread's own memory in the loop that are put up with."""
+    for code in found:
+        assert code.shared <= SHARED[arch], code
+        assert not code.serialized, code
+        assert code.instructions > 50, code  # a loop was found
+        assert code.local <= known.get((code.kernel, *code.head_dims, code.dtype), 0), code
+
+
+def test_a_sample(tmp_path):
+    """MLA's backward on sm_90, and decoding in fp32 of many heads where there is little shared memory."""
+    found = codes(tmp_path, "sm_90", [(192, 128)], ["bfloat16"], ["training"])
+    assert [x.kernel for x in found] == ["attn_fwd_kernel", "attn_bwd_dq_kernel", "attn_bwd_dkdv_kernel"]
+    check(found, "sm_90")
+    found = codes(tmp_path, "sm_86", [(256, 256)], ["float32"], ["decoding"])
+    assert {x.kernel for x in found} == {f"attn_decode_kernel, {n} heads" for n in (8, 64, 128)}
+    check(found, "sm_86")
+
+
+def test_serialized_products_and_spills_are_noticed():
+    """In the text of the assembler and of the disassembler."""
+    sass = "\n".join(
+        f"        /*{at:04x}*/                   {text} ;"
+        for at, text in enumerate(
+            (
+                "MOV R1, R2",
+                "LDL R3, [R1]",
+                "HMMA.16816.F32 R4, R5, R6, R4",
+                "@P0 BRA 0x1",
+                "STL [R1], R3",
+                "@!P1 BRA 0x0",
+                "EXIT",
+            )
+        )
+    )
+    [inner] = loops(sass)
+    assert inner[0].startswith("LDL") and inner[-1].startswith("@P0 BRA")
+    good = Code("k", (64, 64), "bfloat16", 1024, 0, False, 0, 100)
+    check([good], "sm_90")
+    for change in (dict(shared=1 << 20), dict(serialized=True), dict(local=1), dict(instructions=0)):
+        with pytest.raises(AssertionError):
+            check([good._replace(**change)], "sm_90")
+
+
+FEW = {  # accesses to memory of their own that tiles without any would be slower for
+    "sm_80": {
+        ("attn_fwd_kernel", 256, 256, "bfloat16"): 1,
+        ("attn_bwd_dkdv_kernel with tangents", 128, 128, "float32"): 3,
+    },
+    "sm_90": {("attn_bwd_dq_kernel with tangents", 128, 128, "float32"): 1},
+    "sm_100": {
+        ("attn_fwd_kernel", 192, 128, "bfloat16"): 11,
+        ("attn_fwd_kernel with tangents", 128, 128, "float32"): 2,
+        ("attn_bwd_dq_kernel with tangents", 128, 128, "float32"): 6,
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100"])
+def test_every_head_size(arch, dtype, tmp_path):
+    """Training, with tangents, and decoding for few and many heads of one KV head; in bf16 of latents, too. (sm_89 and
+    sm_120 have the tiles of sm_86.)"""
+    found = codes(tmp_path, arch, HEAD_DIMS, [dtype], EVERYTHING)
+    if dtype == "bfloat16":
+        found += codes(tmp_path, arch, [(576, 512)], [dtype], ["decoding"])
+    assert len({(x.kernel, *x.head_dims) for x in found}) == {"bfloat16": 4 * 9 + 3, "float32": 4 * 6 + 2 * 3}[dtype]
+    check(found, arch, FEW.get(arch, {}))
