@@ -81,6 +81,7 @@ FEW = {  # accesses to memory of their own that tiles without any would be slowe
     "sm_90": {("attn_bwd_dq_kernel with tangents", 128, 128, "float32"): 1},
     "sm_100": {
         ("attn_fwd_kernel", 192, 128, "bfloat16"): 11,
+        **{(f"attn_decode_kernel, {heads} heads", 576, 512, "bfloat16"): 1 for heads in (64, 128)},
         ("attn_fwd_kernel with tangents", 128, 128, "float32"): 2,
         ("attn_bwd_dq_kernel with tangents", 128, 128, "float32"): 6,
     },

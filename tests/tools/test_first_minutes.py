@@ -10,6 +10,7 @@ from megatron_tree.core import energy
 from megatron_tree.core.kernels import fastest
 from megatron_tree.core.layout import positions_of, sequences_of
 from megatron_tree.core.spec import AttnSpec
+from megatron_tree.tools.bench.kernels import STAGES, stage_ends
 from megatron_tree.tools.bench.tasks import DONE, NOT_RUN, Task, run_tasks
 from megatron_tree.tools.bench.verdict import AIMS, verdict
 from megatron_tree.tools.calibrate.kernel_cases import KernelCase, KernelTiming, inputs, ours, truth_of, verify
@@ -213,6 +214,12 @@ def test_the_verdict_names_what_is_not_reached():
     assert said[3].endswith("| 320 TFLOP/s | 330 (cudnn) |  | yes |")
     assert said[4].endswith("| 0.85 of a copy | 0.875 (triton) |  | yes |")
     assert [x.endswith("| not measured |") for x in said[5:]] == [True] * len(rest)
+
+
+def test_stages_share_what_compiling_has_left():
+    ends = stage_ends(100.0, 370.0)
+    assert list(ends) == list(STAGES) and list(ends.values()) == sorted(ends.values())
+    assert ends["machine"] == 100.0 + 12.5 and ends["verdict"] == 370.0
 
 
 def test_a_stage_ends_when_its_time_is_up(monkeypatch):

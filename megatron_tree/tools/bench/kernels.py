@@ -67,15 +67,8 @@ RESERVE_S = 5.0  # of the budget, for the last files
 
 def run(args: argparse.Namespace) -> None:
     """Check, time and print, and write CSV, JSON and PNG into args.out. Raises `WrongResult` if any case failed."""
-    begun = time.monotonic()
-    end = begun + args.budget - RESERVE_S
+    end = time.monotonic() + args.budget - RESERVE_S
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    share = (args.budget - RESERVE_S) / max(ENDS.values())
-    ends = (
-        {stage: begun + seconds * share for stage, seconds in ENDS.items()}
-        if args.device == "cuda" and set(args.only) == set(STAGES)
-        else {}
-    )
     if args.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU here; use --device cpu, or run it on a machine with one")
     device, dtype, gpu = torch.device(args.device), DTYPES[args.dtype], args.device == "cuda"
@@ -95,6 +88,7 @@ def run(args: argparse.Namespace) -> None:
         said = _compile(args, device, dtype, min(COMPILE_S, (end - time.monotonic()) / 3))
         print(said, flush=True)
         results.add(compiled=said)
+    ends = stage_ends(time.monotonic(), end) if gpu and set(args.only) == set(STAGES) else {}
 
     def ended(outcome: Outcome) -> None:
         outcomes.append(outcome)
@@ -110,6 +104,12 @@ def run(args: argparse.Namespace) -> None:
         _finish(results, gpu, "verdict" in args.only)
     if failed := [f"{x.label}: {x.said}" for x in outcomes if x.status == FAILED]:
         raise WrongResult(f"{len(failed)} of {len(outcomes)} cases failed:\n" + "\n".join(failed))
+
+
+def stage_ends(begun: float, end: float) -> dict[str, float]:
+    """The instants until which stages may run that share the time from `begun` to `end`."""
+    share = (end - begun) / max(ENDS.values())
+    return {stage: begun + seconds * share for stage, seconds in ENDS.items()}
 
 
 def tasks_of(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> list[Task]:
