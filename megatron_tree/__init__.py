@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .core.attention.decode import tree_decode
-    from .core.attention.decode_select import tree_select
     from .core.attention.functional import tree_attn_func, tree_attn_varlen_func
     from .core.attention.prefill import tree_prefill
-    from .core.attention.selection import tree_select_func
+    from .core.attention.selection import tree_select, tree_select_func
     from .core.attention.sequences import dispatch_documents, dispatch_prefix_tree, shard_sequence, unshard_sequence
     from .core.config import TreeConfig
     from .core.errors import CommError, TreeError
@@ -23,10 +22,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 _MODULES = {
     "core.attention.decode": "tree_decode",
-    "core.attention.decode_select": "tree_select",
     "core.attention.functional": "tree_attn_func tree_attn_varlen_func",
     "core.attention.prefill": "tree_prefill",
-    "core.attention.selection": "tree_select_func",
+    "core.attention.selection": "tree_select tree_select_func",
     "core.attention.sequences": "dispatch_documents dispatch_prefix_tree shard_sequence unshard_sequence",
     "core.config": "TreeConfig",
     "core.errors": "CommError TreeError",

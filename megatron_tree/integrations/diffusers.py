@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..core import comm
-from ..core.attention.derivatives import has_tangents
+from ..core.attention.autograd import has_tangents
 from ..core.attention.functional import tree_attn_func
 from ..core.config import TreeConfig
 

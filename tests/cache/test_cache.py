@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_tree.core.cache import LayerPages, RowBook, ShardedCache, quantize
-from megatron_tree.core.cache.packed import PackedRows
+from megatron_tree.core.cache.forward import PackedRows
 from megatron_tree.core.cache.pages import GROWTH, on_device
 from megatron_tree.core.cache.prefixes import page_keys
 

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import tree_decode, tree_prefill
-from megatron_tree.core.attention.spec import make_spec
-from megatron_tree.core.cache import ShardedCache, prefill_attention
+from megatron_tree.core.attention.validate import make_spec
+from megatron_tree.core.cache import ShardedCache, attention
 from megatron_tree.core.cache.forward import ForwardPass, forward_pass
 from megatron_tree.core.cache.latent import LatentHeads
-from megatron_tree.core.comm import traffic
+from megatron_tree.core.comm import work
 from megatron_tree.core.config import TreeConfig
 from megatron_tree.core.kernels import KVCache, attn_decode
 from megatron_tree.core.plan import grids, load_topology, place, plan_decode, plan_prefill_grid, save_topology
@@ -92,7 +92,7 @@ def _only(grid):
     def plan(sizes, **options):
         return plan_prefill_grid(tuple(size if g == grid else None for g, size in zip(grids(4), sizes)), **options)
 
-    return mock.patch.object(prefill_attention, "plan_prefill_grid", plan)
+    return mock.patch.object(attention, "plan_prefill_grid", plan)
 
 
 def _on_grids(rank, world):
@@ -122,7 +122,7 @@ def test_a_row_on_grids():
 
 
 def _row_on_an_accelerator(rank, world):
-    with mock.patch.object(prefill_attention, "ACCELERATORS", ("cpu",)):
+    with mock.patch.object(attention, "ACCELERATORS", ("cpu",)):
         return _row_in_chunks(rank, world, True, "auto")
 
 
@@ -176,11 +176,11 @@ def _bytes_sent(rank, world):
         with forward_pass(store, [row], n, cp_group=group, sharded=True) as forward:
             own = torch.cat([torch.arange(a, a + count) for a, count in forward.append.shares[rank]])
             forward.write(0, latents[:, own], rotary[:, own])
-            with traffic.record() as log:
+            with work.record() as log:
                 forward.attend(0, q[:, own], latent=heads, softmax_scale=0.3)
         sent[what] = sum(x.bytes for x in log)
     entries = torch.cat((latents, rotary), -1)[:, rank::world]
-    with traffic.record() as log:
+    with work.record() as log:
         tree_decode(heads.absorb(q[:, :1]), entries, None, head_dim_v=RANK, cp_group=group, schedule="ring")
     sent["ring"] = sum(x.bytes for x in log if x.bytes > 16)
     return sent
@@ -200,7 +200,7 @@ def _merged(rank, world, topologies, dtype):
                 with forward_pass(store, [row], 20, cp_group=None) as forward:
                     forward.write(0, latents[:, :20], rotary[:, :20])
             state = dict(cp_group=group, head_shares=held, schedule="scatter")
-            with forward_pass(store, rows, 1, **state) as forward, traffic.record() as log:
+            with forward_pass(store, rows, 1, **state) as forward, work.record() as log:
                 forward.write(0, *(x[:, 20:].expand(2, -1, -1, -1) for x in (latents, rotary)))
                 out = forward.attend(0, q[:, 20:].expand(2, -1, -1, -1), latent=heads, config=config, **options)
             want = _dense(q[:, 20:], latents, rotary, heads, 0.3)[:, :, slice(None) if held is None else own]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_tree.core.cache import RowBook, ShardedCache
-from megatron_tree.core.cache.page_numbers import PageRuns
+from megatron_tree.core.cache.pages import PageRuns
 
 
 @pytest.mark.parametrize(("world", "page_size"), [(1, 4), (3, 1), (7, 4)])

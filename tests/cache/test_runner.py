@@ -9,7 +9,7 @@ from support.ranks import largest, run_distributed
 
 pytest.importorskip("transformers")
 
-from megatron_tree.core.cache import prefill_attention
+from megatron_tree.core.cache import attention
 from megatron_tree.core.cache.pages import GROWTH
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.infer.runner import Runner
@@ -121,7 +121,7 @@ def test_every_row_has_the_logits_of_the_plain_model(family, world):
 
 def test_long_chunks_on_one_rank_are_prefills(monkeypatch):
     seen = []
-    monkeypatch.setattr(prefill_attention, "tree_prefill", lambda q, *rest, **options: seen.append(q.shape[1]) or q)
+    monkeypatch.setattr(attention, "tree_prefill", lambda q, *rest, **options: seen.append(q.shape[1]) or q)
     it = Checked("llama", 1)
     row, layers = it.add(), len(it.cache.store.layers)
     for n in (31, 32, 5):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_tree import AttnSlice, TreeConfig, tree_attn_func
 from megatron_tree.core import comm, energy, kernels
-from megatron_tree.core.attention.spec import make_slices
+from megatron_tree.core.attention.validate import make_slices
 from megatron_tree.core.kernels import ranges as grouped
 from megatron_tree.core.layout import (
     Dispatched,

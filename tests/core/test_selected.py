@@ -25,7 +25,7 @@ from megatron_tree.core import energy
 from megatron_tree.core.attention import selection
 from megatron_tree.core.attention.cell import SelectedKeys
 from megatron_tree.core.attention.selection import tree_select_prefill
-from megatron_tree.core.comm import traffic
+from megatron_tree.core.comm import work
 from megatron_tree.core.layout import document_positions
 from megatron_tree.core.plan import grids
 from megatron_tree.core.spec import AttnSpec
@@ -178,7 +178,7 @@ def test_prefill_over_a_cache(rank, world):
     selections = []
     for travels in (False, True):
         plan = mock.patch.object(selection, "queries_travel", lambda *_, travels=travels: travels and world > 1)
-        with plan, traffic.record() as log:
+        with plan, work.record() as log:
             selections.append(tree_select_prefill(*of_index, topk=TOPK, config=TreeConfig(transport="direct"), **where))
         of_keys, of_queries = max(map(len, held)) * DIM * 4, 16 // world * (HEADS * (DIM + 1) * 4 + TOPK * 8)
         assert sum(x.bytes for x in log) == (world - 1) * (of_queries if travels else of_keys)
@@ -204,13 +204,13 @@ def test_what_travels_is_a_list(rank, world):
     rows = shard_positions(SEQ, rank, world, "zigzag")
     q, k, v, _ = (x[:, rows] for x in inputs)
     options = dict(cp_group=dist.group.WORLD)
-    with traffic.record() as log:
+    with work.record() as log:
         selected = tree_select_func(*(x[:, rows] for x in index), topk=TOPK, **options)
     assert sum(x.bytes for x in log) == (world - 1) * index[2][:, rows].numel() * 4
     for grid, travels in (((2, 1), True), ((1, 2), False)):
         config, sent = TreeConfig(grid=grid), []
         for given in (None, selected):
-            with traffic.record() as log:
+            with work.record() as log:
                 tree_attn_func(q, k, v, selected=given, config=config, **options)
             sent.append(sum(x.bytes for x in log))
         assert sent[1] - sent[0] == travels * selected.numel() * 4, grid

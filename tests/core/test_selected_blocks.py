@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_tree import dispatch_documents, shard_positions, shard_sequence, tree_select_func
 from megatron_tree.core.attention import selection
 from megatron_tree.core.attention.selection import Blocks, tree_select_prefill
-from megatron_tree.core.comm import traffic
+from megatron_tree.core.comm import work
 from megatron_tree.core.config import TreeConfig
 from support.ranks import on_ranks
 
@@ -63,7 +63,7 @@ def test_over_ranks(rank, world, size):
     for layout in ("zigzag", "contiguous"):
         rows = shard_positions(SEQ, rank, world, layout)
         mine = [x[:, rows] for x in index]
-        with traffic.record() as log:
+        with work.record() as log:
             selected = tree_select_func(*mine, **options, cp_group=dist.group.WORLD, layout=layout)
         length = 8 if layout == "contiguous" else 0  # what ranks tell each other of their shards
         assert sum(x.bytes for x in log) == (world - 1) * (mine[2].numel() * 4 + length)

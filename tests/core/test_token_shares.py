@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree.core import comm, energy
-from megatron_tree.core.attention.token_shares import HeadsForTokens, count_tokens, shares_by_rank
+from megatron_tree.core.attention.shares import HeadsForTokens, count_tokens, shares_by_rank
 from megatron_tree.core.cache import ShardedCache
 from megatron_tree.core.cache.forward import forward_pass
 from megatron_tree.core.spec import AttnSpec

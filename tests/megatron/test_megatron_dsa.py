@@ -272,6 +272,6 @@ def test_specs(monkeypatch):
     other = tree.use_tree_attention(new, tree_config=TreeConfig(grid=(2, 1)))
     core = other.layer_specs[0].submodules.self_attention.submodules.core_attention
     assert core.params["tree_config"].grid == (2, 1) and core.submodules is old.submodules
-    monkeypatch.setattr("megatron_tree.integrations.megatron.compat.indexed.megatron_version", lambda: "0.21.0")
+    monkeypatch.setattr("megatron_tree.integrations.megatron.compat.megatron_version", lambda: "0.21.0")
     with pytest.raises(tree.UnsupportedMegatronError, match=r"0\.21\.0: its DSAttention is not known .* 0\.16.*0\.20"):
         tree.core_attention_for_tree(ModuleSpec(module=DSAttention, submodules=old.submodules))

@@ -182,7 +182,7 @@ def test_the_checks_of_gated_delta_nets(changed, message):
 def test_a_release_that_was_not_read(monkeypatch):
     from megatron.core.ssm.mamba_mixer import MambaMixer
 
-    monkeypatch.setattr("megatron_tree.integrations.megatron.compat.mixers.megatron_version", lambda: "0.20.0")
+    monkeypatch.setattr("megatron_tree.integrations.megatron.compat.megatron_version", lambda: "0.20.0")
     with pytest.raises(tree.UnsupportedMegatronError, match=r"0\.20\.0: its MambaMixer is not known .* 0\.16.*0\.19"):
         tree.use_tree_attention(ModuleSpec(module=MambaMixer))
 

@@ -21,7 +21,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron_tree import TreeConfig
 from megatron_tree.integrations import megatron as tree
 from megatron_tree.integrations.megatron import compat
-from megatron_tree.integrations.megatron.compat import release
 from megatron_tree.integrations.megatron.fusions import fusion_options
 from megatron_tree.integrations.megatron.gated_delta_net import TreeGatedDeltaNet
 from support.core_attention import Group, config
@@ -32,12 +31,12 @@ causal = AttnMaskType.causal
 def test_what_is_missing_is_named(tmp_path, monkeypatch):
     """A name that a release lacks, or a package that one of its modules needs."""
     for path in ("megatron.core.config:no_such_name", "megatron.no_such_module:x"):
-        with pytest.raises(release.UnsupportedMegatronError, match=f"megatron-core .* has no {path}, which is needed"):
-            release.lookup(path)
+        with pytest.raises(compat.UnsupportedMegatronError, match=f"megatron-core .* has no {path}, which is needed"):
+            compat.lookup(path)
     (tmp_path / "needs_more.py").write_text("import no_such_package.part\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(release.UnsupportedMegatronError, match="needs_more imports .*: pip install no_such_package$"):
-        release.lookup("needs_more:x")
+    with pytest.raises(compat.UnsupportedMegatronError, match="needs_more imports .*: pip install no_such_package$"):
+        compat.lookup("needs_more:x")
 
 
 # --- the spec of Megatron-LM's --spec ---

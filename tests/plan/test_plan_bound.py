@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_tree.core.plan import Shape
-from megatron_tree.core.plan.bound import least_bytes, least_rows
+from megatron_tree.core.plan.command import least_bytes, least_rows
 from support.plans import DGX, ETHERNET, training
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "planner.md"

@@ -12,11 +12,9 @@ import itertools
 import pytest
 
 from megatron_tree.core.plan import place
-from megatron_tree.core.plan.arrangement import Arrangement, HeadSplit
 from megatron_tree.core.plan.cost import placed_topology
 from megatron_tree.core.plan.decode import StepSizes, reductions
-from megatron_tree.core.plan.plans import Shape, grids, inner_grids
-from megatron_tree.core.plan.sizes import CallSizes
+from megatron_tree.core.plan.plans import Arrangement, CallSizes, HeadSplit, Shape, grids, inner_grids
 from megatron_tree.core.plan.training import grid_plan, ring_plan
 from support.event_simulator import Step, run
 from support.plans import NO_COPIES

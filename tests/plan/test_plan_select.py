@@ -6,7 +6,7 @@ import pytest
 
 from megatron_tree.core.config import SELECT_SCHEDULES
 from megatron_tree.core.plan import load_topology, place, plan_select
-from megatron_tree.core.plan.select import COUNT_BITS
+from megatron_tree.core.plan.decode import COUNT_BITS
 
 
 def plan(world, rows, topk=2048, name="dgx_h100", per_host=8, **options):

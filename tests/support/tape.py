@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron_tree.core.attention import validate
-from megatron_tree.core.cache.graph import GraphedSteps
-from megatron_tree.core.cache.trace import _described, _reads_on_host
+from megatron_tree.core.cache.graph import GraphedSteps, _described, _reads_on_host
 from megatron_tree.core.kernels import native
 
 FACTORIES = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}

@@ -16,9 +16,16 @@ from megatron_tree.core.layout import Segment
 from megatron_tree.core.spec import AttnSpec
 from megatron_tree.tools.bench import command as bench
 from megatron_tree.tools.bench import decode, rivals, train
-from megatron_tree.tools.bench.accelerator import Accelerator, Speed, UnseenInput, visible_pairs
 from megatron_tree.tools.bench.results import Measurement, draw, plots
-from megatron_tree.tools.bench.timing import LocalRanks, Meeting, PeakMemory
+from megatron_tree.tools.bench.timing import (
+    Accelerator,
+    LocalRanks,
+    Meeting,
+    PeakMemory,
+    Speed,
+    UnseenInput,
+    visible_pairs,
+)
 from support.assumed_links import assume_links
 from support.emulation import emulated
 

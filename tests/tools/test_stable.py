@@ -84,7 +84,7 @@ def options() -> dict[str, str]:
 
 def formats() -> dict[str, str]:
     """{"file NAME": its keys}."""
-    from megatron_tree.core.cache.description import FORMAT
+    from megatron_tree.core.cache.files import FORMAT
     from megatron_tree.core.plan import load_topology
     from megatron_tree.tools.training.arguments import NEW_MODEL
 

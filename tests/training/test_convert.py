@@ -13,9 +13,8 @@ from safetensors.torch import load_file
 
 import transformers
 from megatron_tree.core.files import NotWritten
-from megatron_tree.tools.convert.checkpoints import byte_tokenizer, to_huggingface, to_megatron
+from megatron_tree.tools.convert.checkpoints import PLAIN, byte_tokenizer, to_huggingface, to_megatron
 from megatron_tree.tools.convert.command import main
-from megatron_tree.tools.convert.options import PLAIN
 from megatron_tree.tools.training.checkpoint import MANIFEST
 from support.limits import files_of_at_most
 from support.ranks import run_distributed

@@ -42,7 +42,6 @@ from ..merge import (
 )
 from ..plan import Stages
 from ..spec import AttnSpec
-from .heads import HeadChunk
 from .rows import HeadRows, Segments, TeamRows, VisibleRows
 
 Grads = tuple[Tensor, Tensor, Tensor]
@@ -105,6 +104,33 @@ class SelectedKeys:
         if not isinstance(self._arriving, Tensor):
             self._arriving = self._arriving.wait()[0][:, :, 0]
         return self._arriving
+
+
+class HeadChunk(NamedTuple):
+    """KV heads and their query heads that go through a pass together."""
+
+    queries: slice
+    kv: slice
+    spec: AttnSpec
+    """The mathematics of these heads."""
+
+    @classmethod
+    def all(cls, spec: AttnSpec) -> HeadChunk:
+        """All heads of the tensors."""
+        return cls(slice(None), slice(None), spec)
+
+
+def head_chunks(num_heads: int, num_heads_kv: int, n: int, spec: AttnSpec, first: int = 0) -> list[HeadChunk]:
+    """Heads in n chunks of equal size; `first`: the number of the first query head among those of spec."""
+    queries, kv = num_heads // n, num_heads_kv // n
+    return [
+        HeadChunk(
+            slice(i * queries, (i + 1) * queries),
+            slice(i * kv, (i + 1) * kv),
+            spec.heads_from(first + i * queries, queries),
+        )
+        for i in range(n)
+    ]
 
 
 class CellForward(Stages):

@@ -26,11 +26,11 @@ from ..plan import DecodePlan, Topology, plan_decode
 from ..plan.cost import placed_topology
 from ..plan.decode import exchanges_queries, projects_first
 from ..spec import AttnSpec
-from .derivatives import check_tangents, in_torch, only_backward
-from .head_shares import all_heads_of, check_head_shares, gather_heads, has_all_heads, slice_of
-from .spec import autocast, make_spec
+from .autograd import check_tangents, in_torch, only_backward
+from .shares import all_heads_of, check_head_shares, gather_heads, has_all_heads, slice_of
 from .tuning import Stopwatch, tuned_plan
 from .validate import (
+    autocast,
     check_cache,
     check_decode_schedule,
     check_finite_cache,
@@ -38,6 +38,7 @@ from .validate import (
     check_selected_slots,
     check_shared,
     check_sinks,
+    make_spec,
 )
 
 TRUSTING = ("first", "never")  # values of `TreeConfig.check` with which calls that are alike are checked once

@@ -32,12 +32,11 @@ from ..layout import (
 from ..plan import Shape
 from ..spec import AttnSlice, AttnSpec
 from . import passes
-from .autograd import attention, goes_backward
+from .autograd import attention, goes_backward, has_tangents, only_backward
 from .call import AttentionCall, PlannedAttention
-from .derivatives import has_tangents, only_backward
 from .sequences import layouts_of
-from .spec import autocast, make_slices, make_spec
 from .validate import (
+    autocast,
     check_cross_documents,
     check_finite_shares,
     check_heads,
@@ -46,6 +45,8 @@ from .validate import (
     check_selected,
     check_sinks,
     check_ulysses,
+    make_slices,
+    make_spec,
 )
 
 

@@ -16,7 +16,7 @@ from ..kernels import sum_rows
 from ..merge import State, pack_statistics, unpack_statistics
 from ..plan import Stages
 from .cell import Cell, Grads, Residuals, weights_of_sinks
-from .heads import HeadChunk
+from .passes import HeadChunk
 
 
 class GatherForward(Stages):

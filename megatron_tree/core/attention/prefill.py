@@ -23,14 +23,13 @@ from ..layout import Segment, in_chunks
 from ..merge import State, join_heads, merge_into, merge_sinks, round_state, state_dtype
 from ..plan import CallSizes, check_grid, chunk_sizes, grids, plan_prefill_grid, run_stages
 from ..spec import AttnSpec
+from .autograd import check_tangents, in_torch
 from .call import neighbours
-from .cell import Cell, CellForward, SelectedKeys, wire_dtype
-from .derivatives import check_tangents, in_torch
-from .head_shares import all_heads_of, check_head_shares, has_all_heads, slice_of
-from .heads import HeadChunk, head_chunks
+from .cell import Cell, CellForward, HeadChunk, SelectedKeys, head_chunks, wire_dtype
 from .rows import HeadRows, Segments, TeamRows
-from .spec import autocast, make_spec
+from .shares import all_heads_of, check_head_shares, has_all_heads, slice_of
 from .validate import (
+    autocast,
     check_cache,
     check_finite_cache,
     check_latents,
@@ -38,6 +37,7 @@ from .validate import (
     check_segments,
     check_selected,
     check_sinks,
+    make_spec,
 )
 
 

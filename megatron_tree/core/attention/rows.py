@@ -24,7 +24,7 @@ from torch import Tensor
 from .. import comm
 from ..layout import Segment, Sharding
 from ..merge import StateReducer, SumReducer
-from .head_shares import has_all_heads, heads_of, rows_of_heads
+from .shares import has_all_heads, heads_of, rows_of_heads
 
 Segments = tuple[Segment, ...]
 
@@ -126,7 +126,7 @@ class VisibleRows(NamedTuple):
 
 
 class HeadRows(NamedTuple):
-    """A prefill's queries whose heads are split over the ranks (head_shares.py): the heads of a team's ranks."""
+    """A prefill's queries whose heads are split over the ranks (shares.py): the heads of a team's ranks."""
 
     team: comm.Team
     arriving: Segments

@@ -20,7 +20,7 @@ from .. import comm
 from ..comm.group import GroupState
 from ..log import say_once
 from ..plan import Topology, TrainingPlan
-from ..plan.alternatives import Plan, alternatives, passes_of
+from ..plan.choice import Plan, alternatives, passes_of
 from ..units import format_seconds
 
 REPEATED = 8  # calls without a backward, and one for every rank, as plans for many take longer to make

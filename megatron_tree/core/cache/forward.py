@@ -9,18 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..attention.token_shares import HeadsForTokens, count_tokens, shares_by_rank
+from ..attention.shares import HeadsForTokens, count_tokens, shares_by_rank
 from ..comm import Team, in_step
 from ..config import TreeConfig, default_config
 from ..layout import Dispatched
 from ..merge import State, merged
 from . import Append, ShardedCache, View
+from .attention import Index, PrefillAttention, Selection, StepAttention, select_in_step
 from .latent import LatentHeads
-from .packed import PackedRows
 from .pages import on_device
-from .prefill_attention import PrefillAttention
-from .selected_attention import Index, Selection, select_in_step
-from .step_attention import StepAttention
 
 PREFILL_TOKENS = 32  # from here on a pass over one row is a prefill, whose kernels skip what is hidden
 
@@ -241,3 +238,28 @@ class ForwardPass:
         if exchange is not None:
             return exchange.to_tokens(out, num_rows=num_rows)
         return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, num_rows - local))  # a rank without tokens still runs one
+
+
+class PackedRows:
+    """Tokens of b rows, `counts` of them each: [1, sum(counts), ...], or padded at the end [b, max(counts), ...].
+
+    Attributes: ends: list[int], the last token of each row among the packed ones. inside: bool [b, max(counts)], False
+        for padding.
+    """
+
+    def __init__(self, counts: Sequence[int], device: torch.device):
+        numbers = torch.tensor(counts)
+        self.ends = (numbers.cumsum(0) - 1).tolist()
+        inside = torch.arange(max(counts)) < numbers[:, None]
+        self.inside = on_device(inside, device)
+        self._places = on_device(inside.flatten().nonzero()[:, 0], device)  # of the tokens, among the padded ones
+
+    def pack(self, x: Tensor) -> Tensor:
+        """[1, tokens, ...] of x [b, n, ...], or [b, 1, ...] for what a row's tokens have in common."""
+        return x.expand(-1, self.inside.shape[1], *x.shape[2:]).flatten(0, 1)[self._places][None]
+
+    def pad(self, x: Tensor) -> Tensor:
+        """[b, n, ...] of x [1, tokens, ...]; zeros for padding."""
+        padded = x.new_zeros(self.inside.numel(), *x.shape[2:])
+        padded[self._places] = x[0]
+        return padded.unflatten(0, self.inside.shape)

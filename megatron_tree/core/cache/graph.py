@@ -1,32 +1,165 @@
 """Decode steps, each captured once in a CUDA graph for a number of rows and a capacity, and replayed for every token.
 
-    step 1 of a capacity   the static step (static.py) is run: kernels are compiled, ranks compare their calls
+    step 1 of a capacity   the static step is run: kernels are compiled, ranks compare their calls
     step 2                 it is captured; the graph is replayed
     later steps            the numbers of the step are copied to the device; the graph is replayed
 
-Which of them it is depends on what all ranks know, but for one case: a rank whose pages have moved, because its cache
-has grown, captures again while others only replay. Capturing sends nothing, unless NCCL registers the buffers that it
-captures: ranks then wait for one another. NCCL_GRAPH_REGISTER=0 forbids it, if set before the first communicator.
+A static step is one whose launches depend on the number of rows and a capacity alone. What changes from token to token
+(tokens, positions, lengths, pages, and where this rank stores the new ones) is read on the device. A rank that does not
+own a row's new page stores its token in a page that no row has. So the same launches are right for every token.
+
+Which of the steps it is depends on what all ranks know, but for one case: a rank whose pages have moved, because its
+cache has grown, captures again while others only replay. Capturing sends nothing, unless NCCL registers the buffers
+that it captures: ranks then wait for one another. NCCL_GRAPH_REGISTER=0 forbids it, if set before the first
+communicator.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import comm
 from ..attention.decode import TRUSTING
 from ..config import TreeConfig
 from ..kernels import ACCELERATORS
 from ..log import warn_once
-from .forward import appended
-from .static import Capacities, Capacity, StaticPass, StepInputs
-from .trace import traced
+from .forward import ForwardPass, appended
+from .pages import kept
+from .rows import Append
+from .sharded import RowTables, ShardedCache, View
+
+LEAST_PAGES, LEAST_TOKENS = 8, 128  # capacities below these are not distinguished
+
+
+class Capacity(NamedTuple):
+    """What a static step's launches depend on, the same on all ranks."""
+
+    rows: int
+    """A power of two; rows beyond those that are run are empty."""
+    tokens: int
+    """Upper bound of the rows' lengths, a power of two: all that the host knows of them."""
+    pages: tuple[int, ...]
+    """By kind of layer: upper bound of a row's pages on one rank."""
+
+
+class Capacities:
+    """The capacity for the rows of a step. Every rank finds the same, in its own book of all ranks' pages."""
+
+    def __init__(self, store: ShardedCache):
+        self._book = store.book
+        self._most: dict[int, tuple[tuple[int, int], int]] = {}
+
+    def of(self, row_ids) -> Capacity:
+        """For rows that hold the step's tokens already."""
+        book, most = self._book, {}
+        for row_id in row_ids:
+            row = book.rows[row_id]
+            state = row.version, len(row.parts)
+            known = self._most.get(row_id)
+            if known is None or known[0] != state:  # when a page begins
+                known = state, max(runs.count() for runs in row.runs)
+            most[row_id] = known
+        self._most = most
+        whole = _quarter_steps(max(LEAST_PAGES, *(pages for _, pages in most.values())))
+        widths = tuple(whole if window is None else min(whole, window // book.page_size + 2) for window in book.windows)
+        longest = max(book.rows[row_id].length for row_id in row_ids)
+        return Capacity(_power_of_2(len(row_ids)), max(LEAST_TOKENS, _power_of_2(longest)), widths)
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _quarter_steps(n: int) -> int:
+    """The smallest of 8, 10, 12, 14, 16, 20, 24, ... that is n at least: at most a quarter more."""
+    unit = max(1, _power_of_2(n) // 8)
+    return -(-n // unit) * unit
+
+
+class StepInputs:
+    """The tensors that a static step reads, for one capacity. They stay where they are; `fill` writes the next step's.
+
+    tokens, positions: int64 [rows, 1]. By kind of layer: lengths int64 [rows], slots int64 [rows], those of the new
+    tokens, and tables. Rows that are not run have length 0.
+    """
+
+    def __init__(self, store: ShardedCache, capacity: Capacity, device: torch.device):
+        rows, kinds = capacity.rows, len(capacity.pages)
+        self.store, self.capacity = store, capacity
+        with kept():
+            self.tokens = torch.zeros(rows, 1, dtype=torch.int64, device=device)
+            self._numbers = torch.zeros(1 + 2 * kinds, rows, dtype=torch.int64, device=device)
+        first, *others = self._numbers.unbind()
+        self.positions, self.lengths, self.slots = first[:, None], others[::2], others[1::2]
+        self.tables = [RowTables(rows, width, device) for width in capacity.pages]
+
+    def fill(self, append: Append, tokens: Tensor) -> None:
+        """Write what a step over these rows reads; tokens int64 [rows of the append, 1]. Two copies to the device, and
+        one for every row that began a page."""
+        store, book = self.store, self.store.book
+        empty = [0] * (self.capacity.rows - len(append.rows))
+        numbers = [[*append.first, *empty]]
+        for kind, tables in enumerate(self.tables):
+            slots = [store.unused_slot(kind)] * self.capacity.rows
+            for i, slot in zip(*book.places(append, kind), strict=True):
+                slots[i] = slot
+            numbers += [[*(book.rows[row_id].local[kind] for row_id in append.rows), *empty], slots]
+            store.fill(tables, kind, append.rows)
+        pinned = self._numbers.device.type == "cuda"
+        self._numbers.copy_(torch.tensor(numbers, pin_memory=pinned), non_blocking=True)
+        self.tokens[: len(tokens)].copy_(tokens)
+
+
+class StaticPass(ForwardPass):
+    """A pass over one new token of each row of `StepInputs`, with the same launches whatever they hold.
+
+    end: the length of the longest row as the host takes it; default the capacity. options: of `ForwardPass`.
+    """
+
+    def __init__(self, inputs: StepInputs, *, end: int | None = None, **options):
+        n, last = inputs.capacity.rows, (end or inputs.capacity.tokens) - 1
+        append = Append(tuple(range(n)), 1, (last,) * n, copies=[], shares=None)
+        super().__init__(inputs.store, append, **options)
+        self.inputs = inputs
+        self.views = {
+            kind: View(tables.pages, inputs.lengths[kind], tables.indices, inputs.store.page_size)
+            for kind, tables in enumerate(inputs.tables)
+        }
+
+    def new_positions(self, device: torch.device) -> Tensor:
+        return self.inputs.positions
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        kind, pages = self.store.kind_of[layer], self.store.layers[layer]
+        self.written.add(layer)
+        pages.reserve(self.store.book.numbers[kind].capacity, k, v)
+        pages.write(self.inputs.slots[kind], k.flatten(0, 1), v.flatten(0, 1))
+
+    def attend(self, layer: int, q: Tensor, *, visible: Tensor | None = None, **options) -> Tensor:
+        if (
+            visible is not None
+            or options.get("attention_chunk_size") is not None
+            or options.get("selected") is not None
+        ):
+            raise ValueError(
+                "cuda_graphs=True: layers with a mask of their own, or whose queries see their chunk or selected keys "
+                "only, depend on lengths that the host knows; leave cuda_graphs out for this model"
+            )
+        return super().attend(layer, q, **options)
+
+
+# graphs of static steps
+
 
 MAX_GRAPHS = 32  # the least recently used one is dropped
 BACKENDS = ("auto", "triton")  # others read lengths on the host
@@ -193,3 +326,70 @@ def _difference(before: list[tuple], after: list[tuple]) -> str | None:
     if len(before) != len(after):
         return f"{len(before)} operations or {len(after)}, by what the host knows of the rows' length"
     return None
+
+
+# what a function gives torch to do, to show that nothing in it depends on the host
+
+
+SMALL = 1 << 12  # numbers of a tensor on the host that are written down
+_COPIES = {"aten::_to_copy", "aten::copy_"}
+_FROM_NUMBERS = (torch.tensor, torch.as_tensor)
+
+
+@contextlib.contextmanager
+def traced() -> Iterator[list[tuple]]:
+    """A list that fills with every operation in this context: its name, all arguments that are not tensors, the
+    tensors' shapes, and the numbers of small tensors that are made from Python numbers.
+
+    Raises: ValueError for an operation that makes the host wait for the device.
+    """
+    with _Reads(), _Operations() as operations:
+        yield operations.done
+
+
+class _Reads(TorchFunctionMode):
+    """Refuses copies from a device and to it that are no operations of torch's."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (Tensor.tolist, Tensor.numpy):
+            raise ValueError(f"Tensor.{func.__name__} makes the host wait for the device")
+        out = func(*args, **(kwargs or {}))
+        if func in _FROM_NUMBERS and not isinstance(args[0], Tensor) and out.device.type != "cpu":
+            raise ValueError(f"{func.__name__} of numbers, on {out.device}, makes the host wait for the device")
+        return out
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.done: list[tuple] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name, kwargs = func._schema.name, kwargs or {}
+        out = func(*args, **kwargs)
+        sources = [x for x in args if isinstance(x, Tensor)]
+        crosses = name in _COPIES and isinstance(out, Tensor) and any(x.device != out.device for x in sources)
+        if crosses or _reads_on_host(func, args):
+            raise ValueError(f"{name} makes the host wait for the device")
+        made = (out,) if name == "aten::lift_fresh" and out.device.type == "cpu" and out.numel() <= SMALL else ()
+        with torch._C.DisableTorchFunction():
+            numbers = [x.tolist() for x in made]
+        self.done.append((name, *map(_described, (*args, *kwargs.items())), *map(str, numbers)))
+        return out
+
+
+def _reads_on_host(func, args) -> bool:
+    """Whether the operation's result, or its shape, depends on the values of its tensors, for the host to know."""
+    if func._schema.name in ("aten::index", "aten::index_put", "aten::index_put_"):  # by numbers or, worse, by a mask
+        return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
+    return bool({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags))
+
+
+def _described(x) -> str:
+    if isinstance(x, Tensor):
+        return f"{x.dtype} {list(x.shape)} {x.device}"
+    if isinstance(x, (tuple, list)):
+        return f"({', '.join(map(_described, x))})"
+    if x is None or isinstance(x, (bool, int, float, str, torch.dtype, torch.device, torch.layout)):
+        return repr(x)
+    return type(x).__name__  # a process group, a generator

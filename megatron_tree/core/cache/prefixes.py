@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from .page_numbers import RowPage
+from .pages import RowPage
 from .states import RowState
 
 SAVED_TOKENS = 1024  # that need not be read again; fewer are not worth a second call of the kernel

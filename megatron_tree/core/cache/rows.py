@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..layout import Segment, join
-from .page_numbers import PageNumbers, PageRuns, RowPage
+from .pages import PageNumbers, PageRuns, RowPage
 from .prefixes import Prefixes, PrefixPage
 from .states import RowState
 

@@ -12,13 +12,12 @@ import hashlib
 import torch
 from torch import Tensor
 
-from ..attention.token_shares import count_tokens
+from ..attention.shares import count_tokens
 from ..comm import Ranks, Team, monitored, process_group, shared_checks
 from ..config import DECODE_SCHEDULES, TreeConfig, check_choice, default_config
 from . import ShardedCache
-from .forward import ForwardPass, forward_pass
+from .forward import ForwardPass, PackedRows, forward_pass
 from .graph import GraphedSteps
-from .packed import PackedRows
 from .weight_gathering import WeightGathering
 
 CHUNK_SIZE = 2048

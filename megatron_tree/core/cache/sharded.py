@@ -162,7 +162,7 @@ class ShardedCache:
         return append.places[kind, device]
 
     def unused_slot(self, kind: int) -> int:
-        """Where a static step (static.py) puts tokens that this rank does not store; it takes a page."""
+        """Where a static step (graph.py) puts tokens that this rank does not store; it takes a page."""
         if kind not in self._nobodys:
             self._nobodys[kind] = self.book.numbers[kind].take()
         return self._nobodys[kind] * self.page_size

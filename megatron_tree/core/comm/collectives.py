@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .team import Team, from_next, subgroup
-from .traffic import note
-from .work import Mail, Pending, meet, nccl_limit, wait_for
+from .work import Mail, Pending, meet, nccl_limit, note, wait_for
 
 # the newer name; the older one warns from torch 2.13 on
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..arguments import Arguments, shown
 from ..config import default_config
-from .agreement import in_step, shared_checks
-from .transforms import check_transforms
+from .agreement import check_transforms, in_step, shared_checks
 
 _REASON = "ranks run it together, between two graphs of torch.compile: leave out fullgraph=True"
 

@@ -26,9 +26,8 @@ from .group import GroupState
 from .links import Links, measured_links
 from .shared import SUMS, SharedMemory, join
 from .team import Team, subgroup
-from .traffic import note
 from .watchdog import Watchdog
-from .work import Mail, meet, run
+from .work import Mail, meet, note, run
 
 
 class Network(NamedTuple):

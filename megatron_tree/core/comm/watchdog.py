@@ -11,12 +11,17 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import copy
+import ctypes
+import functools
 import json
 import math
+import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -25,9 +30,7 @@ from torch.distributed import distributed_c10d
 
 from ..errors import CommError
 from ..log import logger
-from . import gloo
-from .call_record import Call
-from .group import GroupState, region, wait_limit
+from .group import Call, GroupState, region, wait_limit
 from .store import POLL_S, StoreClient, set_first
 
 MEANWHILE = 4  # calls that may go on while earlier ones are still compared
@@ -158,10 +161,10 @@ class Watchdog:
                 if state.backends.get("cuda") == "nccl":
                     group._get_backend(torch.device("cuda")).abort()
                 if state.backends.get("cpu") == "gloo":
-                    gloo.interrupt(group)
+                    interrupt(group)
         for wait in [x.wait for x in self.store.watchdogs]:
             for work in wait.works if wait else ():
-                gloo.abort(work)
+                abort(work)
 
     # what other ranks say, in the store client's thread
 
@@ -261,7 +264,7 @@ class Watchdog:
             f"{op} among ranks {[self.ranks[r] for r in ranks]} failed on {self.me}{self.where()} (time limit "
             f"{limit_s:g} s){f', in a message with rank {waited_for}' if peers else ''}: {error}"
         )
-        timed_out = self._is_overdue or (gloo.is_timeout(error) and not self.is_interrupted)
+        timed_out = self._is_overdue or (is_timeout(error) and not self.is_interrupted)
         suspects = tuple(peers) or tuple(r for r in ranks if r != self.rank)
         conclusion = self.fail(Report(what, suspects, limit_s=limit_s if timed_out else None))
         if isinstance(conclusion, ValueError) or what in str(conclusion):
@@ -375,7 +378,7 @@ def monitored(name: str, *, wait_limit_s: float = math.inf) -> Iterator[None]:
         conclusion = watchdog.fail(_report_of(error, watchdog))
         for other in watchdog.store.watchdogs:  # whose ranks may go on to other calls now
             other.error = other.error or watchdog.error
-        waited = isinstance(error, CommError) or gloo.is_communication_error(error)
+        waited = isinstance(error, CommError) or is_communication_error(error)
         if not waited or (isinstance(error, CommError) and error.ranks == getattr(conclusion, "ranks", None)):
             raise
         raise conclusion from error
@@ -388,7 +391,7 @@ def _report_of(error: Exception, job: Watchdog) -> Report:
     what = f"{type(error).__name__}: {error}, on {job.me}{region()}"
     if isinstance(error, CommError):  # of a smaller group, and the rank that failed may not be in it
         return Report(str(error), error.ranks)
-    if gloo.is_communication_error(error):
+    if is_communication_error(error):
         return Report(what, [r for r in range(job.world) if r != job.rank])
     if any(x.is_known(error) for x in job.store.watchdogs):  # another rank's, which its text names
         return Report(str(error), cause="input")
@@ -401,3 +404,64 @@ def waited_s() -> float:
         return 0.0
     waits = [x.wait for x in store.watchdogs]
     return max(0.0, time.monotonic() - min([store.waiting_since, *(x.since for x in waits if x is not None)]))
+
+
+# particular to gloo: giving up a wait, and telling its errors from others
+
+
+UNUSED_TAG = (1 << 31) - 1  # no message has it
+_WORDS = ("gloo", "pair closure", "Operation timed out", "Connection closed by peer", "Connection reset by peer")
+
+
+def interrupt(group) -> None:
+    """Make this rank's waits on a gloo group fail now. The group can't be used afterwards.
+
+    gloo gives up a wait only when one times out, which closes all connections of its context. So a receive that no rank
+    sends to is made to time out at once. It takes a peer whose connection is still open.
+    """
+    state = GroupState.of(group)
+    for context in range(1 + os.environ.get("GLOO_SOCKET_IFNAME", "").count(",")):  # one for each interface
+        for peer in set(range(state.size)) - {state.rank}:
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1)], peer, UNUSED_TAG - context).wait(timedelta(milliseconds=1))
+
+
+def abort(work: dist.Work) -> None:
+    """End a wait for a message that is half sent or half received; ``work.wait()`` returns False then.
+
+    gloo tells nobody of such a message when its connection closes (`Pair::signalException` knows those alone that have
+    not begun), so that its wait would go on until the time limit. torch's C++ has a way to end it, and Python's `Work`
+    hasn't: it is called here for what certainly is such a message, as the virtual table tells.
+    """
+    if type(work) is not dist.Work or not (aborts := _aborts()):
+        return
+    cpp = ctypes.c_void_p.from_address(id(work) + object.__basicsize__).value  # pybind11: after the object's head
+    table = ctypes.c_void_p.from_address(cpp).value if cpp else None
+    if table in aborts:
+        aborts[table](cpp)
+
+
+@functools.cache
+def _aborts() -> dict[int, Callable[[int], None]]:
+    """`abort` of messages by the address of their class's virtual table; empty where torch is built otherwise."""
+    found, pointer = {}, ctypes.sizeof(ctypes.c_void_p)
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
+        for name in ("8SendWork", "8RecvWork"):
+            table = ctypes.c_char.in_dll(library, f"_ZTVN4c10d16ProcessGroupGloo{name}E")
+            function = library[f"_ZN4c10d16ProcessGroupGloo{name}5abortEv"]
+            function.argtypes, function.restype = (ctypes.c_void_p,), None
+            found[ctypes.addressof(table) + 2 * pointer] = function  # after the offset to the top and the type
+    return found
+
+
+def is_communication_error(error: Exception) -> bool:
+    """Whether an exception comes from torch.distributed; gloo raises plain ``RuntimeError``s."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
+    )
+
+
+def is_timeout(error: Exception) -> bool:
+    """Whether the text of an error of torch.distributed or gloo says that a time limit ran out."""
+    return re.search(r"timed? ?out|was not made within", str(error), re.IGNORECASE) is not None

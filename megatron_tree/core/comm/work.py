@@ -1,4 +1,5 @@
-"""Messages and collectives in progress: starting them, waiting within the time limit, and the error if they fail."""
+"""Messages and collectives in progress: starting them, waiting within the time limit, and the error if they fail. What
+this rank sends is recorded for tests and benchmarks that count it (`record`)."""
 
 from __future__ import annotations
 
@@ -15,11 +16,40 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .group import IN_PART, GroupState
-from .traffic import note
 from .watchdog import EVERY_GROUP
 
 if TYPE_CHECKING:
     from .ranks import Ranks
+
+
+class Sent(NamedTuple):
+    """One operation of this rank: its name, the ranks that take part, and the payload bytes this rank sends."""
+
+    op: str
+    ranks: int
+    bytes: int
+
+
+recorders: list[list[Sent]] = []
+"""The open records."""
+
+
+@contextlib.contextmanager
+def record():
+    """A list that fills with every operation of this rank while the context is open."""
+    log: list[Sent] = []
+    recorders.append(log)
+    try:
+        yield log
+    finally:
+        recorders.remove(log)
+
+
+def note(op: str, ranks: int, num_bytes: int) -> None:
+    """Add an operation to the open records."""
+    for log in recorders:
+        log.append(Sent(op, ranks, num_bytes))
+
 
 TAGS = 1 << 12  # of the collectives in progress; then they start again
 CALLS = (1 << 19) - 1  # digests of calls that tags tell apart

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..merge import NEG_INF, finite
 from ..spec import AttnSpec
+from .blocks import alibi_bias
 from .kv_cache import KVCache
-from .masks import alibi_bias
 
 BITS = 21  # of a value, and of each half of a weight
 CHUNK = 512  # slots at a time; sums of up to 2048 products below 2^42 are exact in float64

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..merge import merge_packed, pack_state, state_dtype
 from ..spec import AttnSpec
-from .masks import alibi_bias, window_mask
+from .blocks import alibi_bias, window_mask
 
 MOST_GATHERED = 1 << 25  # numbers of keys that are copied at a time
 

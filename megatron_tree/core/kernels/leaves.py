@@ -19,7 +19,7 @@ from ..dropout import keep_weights
 from ..layout import Segment, by_document, in_chunks
 from ..merge import NEG_INF, State, merge_into, merge_tree, state_dtype
 from ..spec import AttnSpec
-from .masks import alibi_bias, window_mask
+from .blocks import alibi_bias, window_mask
 from .reference import grads_of, logits, state_of, with_mask
 
 LEAF = 128  # with fewer positions products are slow; with more, the end of every document costs more

@@ -15,8 +15,7 @@ from torch import Tensor
 from ..duals import halves
 from ..merge import NEG_INF, state_dtype
 from ..spec import AttnSpec
-from .blocks import FULL, Block, split
-from .masks import window_mask
+from .blocks import FULL, Block, split, window_mask
 from .reference import logits
 
 QUERIES, KEYS = 256, 1024  # rows of a tile

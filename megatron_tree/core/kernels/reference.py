@@ -17,8 +17,8 @@ from ..duals import dual_product, halves, swapped
 from ..layout import positions_of, sequences_of
 from ..merge import NEG_INF, State, empty_state, state_dtype
 from ..spec import AttnSpec
+from .blocks import SelectedKeys, alibi_bias, window_mask
 from .kv_cache import KVCache, decode_masked
-from .masks import SelectedKeys, alibi_bias, window_mask
 
 STRIP = 256  # query rows at a time
 DROPOUT_STRIP = 64  # with dropout: its mask takes several int64 words per pair

@@ -10,18 +10,40 @@ from __future__ import annotations
 import itertools
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..arguments import checked
 from ..config import integers
-from .read_once import ReadOnce
 from .segments import Segment, join
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class ReadOnce:
+    """What `read(x, *arguments)` returns of tensors, until they change. Tensors of inference mode don't count their
+    changes: they are read every time."""
+
+    def __init__(self, read: Callable[..., Any]):
+        self._read = read
+
+    @cached_property
+    def _known(self):
+        from torch.utils.weak import WeakTensorKeyDictionary
+
+        return WeakTensorKeyDictionary()
+
+    def __call__(self, x: Tensor, *arguments) -> Any:
+        if x.is_inference():
+            return self._read(x, *arguments)
+        state, known = (x._version, arguments), self._known.get(x)
+        if known is None or known[0] != state:
+            known = self._known[x] = state, self._read(x, *arguments)
+        return known[1]
+
 
 Run = tuple[int, int]
 """(first row, number of rows) of the packed sequence."""

@@ -1,13 +1,22 @@
 """Planning: pure functions from sizes and a topology to a schedule. Read `planner.py`, then `cost.py`."""
 
-from .arrangement import Arrangement, HeadSplit
-from .cast import Mask
+from .decode import SelectPlan, plan_select
 from .planner import plan_decode, plan_training
-from .plans import Cost, DecodePlan, PassPlan, Shape, TrainingPlan, check_grid, check_heads, grids
+from .plans import (
+    Arrangement,
+    CallSizes,
+    Cost,
+    DecodePlan,
+    HeadSplit,
+    PassPlan,
+    Shape,
+    TrainingPlan,
+    check_grid,
+    check_heads,
+    grids,
+)
 from .prefill_grid import chunk_sizes, plan_prefill_grid
 from .scan import plan_scan
-from .select import SelectPlan, plan_select
-from .sizes import CallSizes
 from .stages import Stages, run_stages
 from .topology import (
     Level,
@@ -19,6 +28,7 @@ from .topology import (
     place,
     save_topology,
 )
+from .training import Mask
 
 __all__ = [
     "Arrangement",

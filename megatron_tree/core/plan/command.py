@@ -6,17 +6,17 @@ import argparse
 import itertools
 import json
 import sys
+from math import sqrt
 
 from ..layout import Sharding, shard_lengths, spread_documents
 from ..spec import MaskBounds
 from ..units import format_bytes, format_seconds, parse_bytes, parse_count
-from .bound import least_bytes
-from .cast import Mask
 from .choice import fits
 from .planner import plan_decode, plan_training
 from .plans import PassPlan, ReductionPlan, Shape, check_heads, rival_names
 from .published import comparisons, ordered
 from .topology import Topology, known_topologies, load_topology, place
+from .training import Mask
 
 EXAMPLES = """\
 examples:
@@ -251,3 +251,27 @@ def _values(candidate: PassPlan | ReductionPlan, chosen: bool, topology: Topolog
     values |= {"across": getattr(candidate, "across", None), "time_s": cost.time_s, "compute_s": cost.compute_s}
     values |= dict(zip(levels, cost.bytes_per_level)) | {"steps": cost.steps, "peak_bytes": cost.peak_bytes}
     return values | {"chosen": chosen, "rivals": rival_names(candidate)}
+
+
+def least_rows(nodes: int, num_heads: int, num_heads_kv: int) -> float:
+    """Rows of other nodes' tokens, of queries or keys of one head, that a node needs per token of its own (mean).
+
+    Nodes hold equally many tokens and compute equally many pairs. A query's row goes with its result, a key's
+    with its value. Memory is unlimited.
+    """
+    queries = num_heads // num_heads_kv
+    if queries >= nodes - 1:
+        return num_heads_kv * (nodes - 1)
+    whole_heads = (num_heads + num_heads_kv) * (nodes - 1) / nodes
+    area = num_heads * (nodes - 1) + queries
+    keys = min(nodes, sqrt(area))
+    return max(whole_heads, keys + area / keys - queries - 1)
+
+
+def least_bytes(nodes: int, shape: Shape, *, batch: int, tokens: int, bytes_per_word: int) -> float:
+    """Bytes that a rank sends to other nodes in a forward at least, and as many in a backward; the mean over the ranks.
+
+    nodes: with equally many ranks each. tokens: of one rank's shard.
+    """
+    h, h_kv, d, d_v = shape
+    return least_rows(nodes, h, h_kv) * batch * tokens * (d + d_v) * bytes_per_word

@@ -14,14 +14,15 @@ from functools import lru_cache
 
 from ..config import DECODE_SCHEDULES, check_choice
 from ..units import format_bytes, format_seconds
-from .arrangement import Arrangement, HeadSplit
-from .cast import Mask, cast_plan
 from .choice import MAX_HEAD_CHUNKS, Candidate, choose, choose_head_chunks, choose_pair
 from .cost import PlacedTopology, placed_topology
 from .decode import StepSizes, reductions
 from .plans import (
+    Arrangement,
+    CallSizes,
     Cost,
     DecodePlan,
+    HeadSplit,
     PassPlan,
     Shape,
     TrainingPlan,
@@ -30,9 +31,8 @@ from .plans import (
     head_splits,
     inner_grids,
 )
-from .sizes import CallSizes
 from .topology import Placement, Topology
-from .training import grid_plan, ring_plan
+from .training import Mask, cast_plan, grid_plan, ring_plan
 
 
 @lru_cache(maxsize=1024)

@@ -1,11 +1,132 @@
-"""The planner's data: sizes of a call, grids of ranks, and plans with their predicted cost."""
+"""The planner's data: where the ranks of a plan lie, plans with their predicted cost, and sizes of a call.
+
+u ranks exchange heads, an a x b grid joins those that then hold the same heads. Every dimension has a part across nodes
+and a part inside a node. Position n * block + l is rank l of node n.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .arrangement import Arrangement
+from .topology import Topology
+
+Pair = tuple[int, int]
+
+
+class Coordinates(NamedTuple):
+    """One position, each as (node, place inside the node)."""
+
+    heads: Pair
+    row: Pair
+    column: Pair
+
+
+class Arrangement(NamedTuple):
+    """u x a x b ranks, nested by node."""
+
+    heads: Pair
+    """(across, inside): the factors of u."""
+    grid: Pair
+    """(a, b)."""
+    inner: Pair
+    """(a0, b0): the part of the grid inside a node."""
+    block: int
+    """Ranks of a node that the nesting knows; 1: not nested."""
+
+    @property
+    def u(self) -> int:
+        """Ranks that exchange heads."""
+        return self.heads[0] * self.heads[1]
+
+    @property
+    def outer(self) -> Pair:
+        """The part of the grid across nodes."""
+        return self.grid[0] // self.inner[0], self.grid[1] // self.inner[1]
+
+    def coordinates(self, x: int) -> Coordinates:
+        """Where a position lies. Neighbours exchange heads: their coordinate changes first."""
+        (node, w1), (place, w0) = (divmod(n, u) for n, u in zip(divmod(x, self.block), self.heads))
+        (i1, j1), (i0, j0) = divmod(node, self.outer[1]), divmod(place, self.inner[1])
+        return Coordinates((w1, w0), (i1, i0), (j1, j0))
+
+    def position(self, heads: Pair, row: Pair, column: Pair) -> int:
+        """The inverse of `coordinates`."""
+        (w1, w0), (i1, i0), (j1, j0), (u1, u0) = heads, row, column, self.heads
+        node = (i1 * self.outer[1] + j1) * u1 + w1
+        return node * self.block + (i0 * self.inner[1] + j0) * u0 + w0
+
+    def key_team_of(self, x: int) -> tuple[range, ...]:
+        """Positions that gather keys together with x: those of place i on all nodes, for every place i."""
+        w, i, _ = self.coordinates(x)
+        return self._line(self.position(w, i, (0, 0)), self.outer[1], self.inner[1], strides=(1, 1))
+
+    def query_team_of(self, x: int) -> tuple[range, ...]:
+        """Positions that gather queries together with x, in the same order."""
+        w, _, j = self.coordinates(x)
+        strides = self.outer[1], self.inner[1]
+        return self._line(self.position(w, (0, 0), j), self.outer[0], self.inner[0], strides=strides)
+
+    def _line(self, first: int, nodes: int, places: int, strides: Pair) -> tuple[range, ...]:
+        """`places` ranges of positions, each with one on each of `nodes` nodes; strides: between cells of the grid."""
+        far, near = strides[0] * self.heads[0] * self.block, strides[1] * self.heads[1]
+        return tuple(range(start, start + nodes * far, far) for start in range(first, first + places * near, near))
+
+    def holder_of(self, x: int) -> tuple[int, ...]:
+        """Positions that exchange heads with x, itself among them, in the order of their heads."""
+        _, i, j = self.coordinates(x)
+        first, (across, inside) = self.position((0, 0), i, j), self.heads
+        starts = range(first, first + across * self.block, self.block)
+        return tuple(y for start in starts for y in range(start, start + inside))
+
+    def places_of(self, x: int) -> tuple[int, ...]:
+        """Positions with the same heads as x, in rising order: the ring's."""
+        first, (across, inside) = self.position(self.coordinates(x).heads, (0, 0), (0, 0)), self.heads
+        (a1, b1), (a0, b0) = self.outer, self.inner
+        starts = range(first, first + a1 * b1 * across * self.block, across * self.block)
+        return tuple(y for start in starts for y in range(start, start + a0 * b0 * inside, inside))
+
+
+class HeadSplit(NamedTuple):
+    """How u ranks share heads: in units of one KV head with some of its query heads, n units on each rank.
+
+    The units are padded to u * n. With fewer KV heads than ranks, a KV head belongs to several units with different
+    query heads; each rank is sent only the KV heads of its own units.
+    """
+
+    num_heads: int
+    num_heads_kv: int
+    u: int
+    copies: int
+    """Units to which a KV head belongs."""
+
+    @classmethod
+    def of(cls, num_heads: int, num_heads_kv: int, u: int, *, whole: bool = False) -> HeadSplit:
+        """The split with the least padding, then with the fewest copies of KV heads. whole: without copies, so that all
+        query heads of a KV head are on one rank."""
+        queries = 1 if whole else num_heads // num_heads_kv
+        splits = (cls(num_heads, num_heads_kv, u, r) for r in range(1, queries + 1) if queries % r == 0)
+        return min(splits, key=lambda split: (split.padding, split.copies))
+
+    @property
+    def n(self) -> int:
+        """Units of one rank, which are its KV heads."""
+        return -(-self.num_heads_kv * self.copies // self.u)
+
+    @property
+    def queries(self) -> int:
+        """Query heads of a unit."""
+        return self.num_heads // (self.num_heads_kv * self.copies)
+
+    @property
+    def padding(self) -> float:
+        """Query heads of all ranks with padding, per query head."""
+        return self.u * self.n * self.queries / self.num_heads
+
+    @property
+    def kv_padding(self) -> float:
+        """KV heads of all ranks with copies and padding, per KV head."""
+        return self.u * self.n / self.num_heads_kv
 
 
 class Shape(NamedTuple):
@@ -181,3 +302,112 @@ def inner_grids(grid: tuple[int, int], block: int) -> list[tuple[int, int]]:
 
 def _by(grid: tuple[int, int]) -> str:
     return f"{grid[0]}x{grid[1]}"
+
+
+STATISTIC = 4  # bytes of lse or delta of one query and head
+DUAL_PRODUCTS = 3  # of x y: itself, and the two terms of its tangent
+ROWS = (1, 10)  # how often a GPU's kernel moves its queries and results: forward, backward; fitted to published.yaml
+MERGE = 6  # how often a merge on a GPU moves the fp32 result of a call; fitted likewise
+
+
+class CallSizes(NamedTuple):
+    """Bytes of one rank's shard in an attention call, with tangents if it is of dual tensors, and its compute."""
+
+    q: float
+    o: float
+    statistic: float
+    """Of lse or delta, without tangents."""
+    kv: float
+    flops: float
+    """Floating-point operations of one rank's forward."""
+    widening: float
+    """Bytes of the kernels' fp32 results per byte of what travels."""
+    mu: float = 0.0
+    """Of the tangent of lse, a column of dual states; 0 without tangents."""
+    with_lse: bool = False
+    """Whether an exchange of heads returns lse with out."""
+
+    @classmethod
+    def of(
+        cls,
+        world: int,
+        shape: Shape,
+        *,
+        batch: int,
+        seq_len: int,
+        bytes_per_word: int,
+        causal: bool,
+        seq_len_kv: int | None = None,
+        visible_fraction: float = 1.0,
+        with_lse: bool = False,
+        dual: bool = False,
+    ) -> CallSizes:
+        h, h_kv, d, d_v = shape
+        seq_len_kv = seq_len if seq_len_kv is None else seq_len_kv
+        tokens, tokens_kv = (batch * -(-s // world) for s in (seq_len, seq_len_kv))
+        pairs = visible_fraction * tokens * seq_len_kv * h / (2 if causal else 1)
+        numbers = 2 if dual else 1
+        return cls(
+            q=tokens * h * d * bytes_per_word * numbers,
+            o=tokens * h * d_v * bytes_per_word * numbers,
+            statistic=tokens * h * max(STATISTIC, bytes_per_word),
+            kv=tokens_kv * h_kv * (d + d_v) * bytes_per_word * numbers,
+            flops=2 * pairs * (d + d_v) * (DUAL_PRODUCTS if dual else 1),
+            widening=max(1.0, 4 / bytes_per_word),
+            mu=tokens * h * bytes_per_word if dual else 0.0,
+            with_lse=with_lse,
+        )
+
+    def split(self, split: HeadSplit) -> CallSizes:
+        """The sizes after an exchange of heads, which adds padding and copies of KV heads."""
+        return self._replace(
+            q=self.q * split.padding,
+            o=self.o * split.padding,
+            statistic=self.statistic * split.padding,
+            mu=self.mu * split.padding,
+            kv=self.kv * split.kv_padding,
+            flops=self.flops * split.padding,
+        )
+
+    @property
+    def out(self) -> float:
+        """Of a state without lse: of the kernels' results."""
+        return self.o + self.mu
+
+    @property
+    def _backward_statistics(self) -> float:
+        """Of lse and delta, or of lse, mu, delta and kappa."""
+        return self.statistic * (4 if self.mu else 2)
+
+    def exchanged(self, backward: bool) -> tuple[float, float]:
+        """Bytes of a shard that are exchanged before and after attention; each of u ranks sends (u - 1) / u of them."""
+        if backward:
+            return self.o + self._backward_statistics / 2, self.q + self.kv  # delta alone: lse is there
+        return self.q + self.kv, self.out + self.statistic * self.with_lse
+
+    def in_query_team(self, backward: bool) -> tuple[float, float]:
+        """(gathered, reduced) bytes of a shard that a query team exchanges."""
+        if backward:
+            return self.q + self.o + self._backward_statistics, self.q
+        return self.q, self.out + self.statistic
+
+    def in_key_team(self, backward: bool) -> tuple[float, float]:
+        """(gathered, reduced) bytes of a shard that a key team exchanges."""
+        return self.kv, self.kv if backward else 0
+
+    def seconds(self, topology: Topology, backward: bool) -> float:
+        """Seconds of a rank's attention: two matrix products forward, five backward, or of dual tensors six and 15."""
+        return self.flops * (2.5 if backward else 1) / topology.flops
+
+    def beside_products(
+        self, topology: Topology, backward: bool, *, calls: float, merged: float, merged_keys: float
+    ) -> float:
+        """Seconds in which a GPU's attention runs through memory beside its matrix products.
+
+        calls: of kernels, each with the queries of one shard. merged, merged_keys: how many partial results of a
+        shard's queries, and gradients of a shard's keys, are added to others.
+        """
+        queries = self.q if backward else self.out
+        results = merged * queries + merged_keys * self.kv * backward
+        moved = calls * ROWS[backward] * (self.q + self.o) + MERGE * self.widening * results
+        return moved / topology.memory_bandwidth

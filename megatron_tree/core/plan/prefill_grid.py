@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from .arrangement import Arrangement, HeadSplit
 from .choice import MAX_HEAD_CHUNKS, choose, choose_head_chunks
 from .cost import placed_topology
-from .plans import PassPlan, grids, inner_grids
-from .sizes import STATISTIC, CallSizes
+from .plans import STATISTIC, Arrangement, CallSizes, HeadSplit, PassPlan, grids, inner_grids
 from .topology import Placement, Topology
 from .training import grid_plan
 

@@ -1,10 +1,7 @@
 """Recurrent layers over a sequence that is sharded across ranks: docs/recurrent.md.
 
-- chains.py    every document's segments in the order of positions, over all ranks
-- pieces.py    a shard's rows by segment, and back
-- exchange.py  rows sent to ranks and back, differentiable: the only communication here
-- scan.py      `tree_scan`: the state that every segment begins with, from the affine maps of the segments before it
-- halo.py      `tree_halo`: the rows before every segment; `tree_convolution`: short convolutions over the sequence
+- scan.py   `tree_scan`: the state that every segment begins with, from the affine maps of the segments before it
+- halo.py   `tree_halo`: the rows before every segment; `tree_convolution`: short convolutions over the sequence
 - shift.py     `tree_shift`: the row after each
-- layer.py     `tree_recurrence`: any kernel with an initial and a final state over the whole sequence
+- layer.py  `tree_recurrence`: any kernel with an initial and a final state over the whole sequence
 """

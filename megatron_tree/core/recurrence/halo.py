@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 
 from .. import comm
-from ..attention.autograd import goes_backward
-from ..attention.derivatives import has_tangents
+from ..attention.autograd import goes_backward, has_tangents
 from ..attention.sequences import layouts_of
 from ..config import TreeConfig, check_positive
 from ..layout import Layout
-from .chains import Chains, Link
-from .exchange import Route, depending_on, exchange
-from .pieces import joined
+from .layer import joined
+from .scan import Chains, Link, Route, depending_on, exchange
 
 
 @comm.public_call

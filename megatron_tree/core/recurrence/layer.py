@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,15 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import comm
-from ..attention.autograd import goes_backward
-from ..attention.derivatives import has_tangents
+from ..attention.autograd import goes_backward, has_tangents
 from ..attention.sequences import layouts_of
 from ..config import TreeConfig, check_positive
-from ..layout import Layout
+from ..layout import Layout, Segment
 from ..merge import AffineMaps, state_dtype
-from .chains import Chains
-from .pieces import OfRows, each, joined
-from .scan import Scan
+from .scan import Chains, Scan, nothing
 
 Kernel = Callable[[tuple[Tensor, ...], Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
@@ -188,3 +185,38 @@ class _Layer:
 def _with_state(out: Tensor, response: Tensor, state: Tensor) -> Tensor:
     """o_t + R_t S."""
     return (response.transpose(1, 2) @ state).transpose(1, 2) + out
+
+
+OfRows = Callable[[Tensor], Tensor]
+"""x [b, s_local, ...] -> [n * b, t, ...]: the rows of n segments of one length, as batches."""
+
+
+def each(
+    segments: Sequence[Segment], numbers: Sequence[int], run: Callable[[OfRows, list[int]], tuple[Tensor, ...]]
+) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    """(number, tensors [b, ...] that run(of_rows, numbers) gives) of some segments; those of one length run as one
+    batch."""
+    by_length: dict[int, list[int]] = {}
+    for i in numbers:
+        by_length.setdefault(segments[i].length, []).append(i)
+    for length, together in by_length.items():
+        rows = [slice(segments[i].row, segments[i].row + length) for i in together]
+        results = run(functools.partial(_of_rows, rows=rows), together)
+        yield from zip(together, zip(*(x.chunk(len(together)) for x in results)))
+
+
+def _of_rows(x: Tensor, rows: Sequence[slice]) -> Tensor:
+    return x[:, rows[0]] if len(rows) == 1 else torch.cat([x[:, part] for part in rows])
+
+
+def joined(segments: Sequence[Segment], outs: dict[int, Tensor], like: Tensor, *others: Tensor) -> Tensor:
+    """The rows of all segments, outs[i] [b, t, ...], as [b, s_local, ...]; 0 in padding.
+
+    like: a tensor with the shape and dtype of the result. others: what the result depends on besides (`nothing`).
+    """
+    rows, end = [], 0
+    for i, segment in enumerate(segments):
+        rows += [like.new_zeros(len(like), segment.row - end, *like.shape[2:]), outs[i].to(like.dtype)]
+        end = segment.row + segment.length
+    rows.append(like.new_zeros(len(like), like.shape[1] - end, *like.shape[2:]))
+    return torch.cat([*rows, nothing(like, (len(like), 0, *like.shape[2:]), *others)], 1)

@@ -11,8 +11,7 @@ from .. import comm
 from ..attention.sequences import layouts_of
 from ..config import TreeConfig
 from ..layout import Layout
-from .chains import Chains
-from .exchange import Route, exchange
+from .scan import Chains, Route, exchange
 
 
 @comm.public_call

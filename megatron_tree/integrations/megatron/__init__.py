@@ -16,7 +16,8 @@ Or through the spec, without patching Megatron's classes. Then "p2p" (ring) and 
 ways to run Megatron-LM's own scripts. On a machine without an accelerator wrap everything in `megatron_on_cpu()`.
 """
 
-from .compat import CP_COMM_TYPES, UnsupportedMegatronError, hide_import_notices
+from ...core.config import CP_COMM_TYPES
+from .compat import UnsupportedMegatronError, hide_import_notices
 
 with hide_import_notices():
     from .attention import TreeDotProductAttention, tree_config_for

@@ -7,25 +7,23 @@ import dataclasses
 import itertools
 import math
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from ...core import comm
 from ...core.attention.functional import tree_attn_func, tree_attn_varlen_func
-from ...core.config import TreeConfig, default_config
-from ...core.layout import PrefixTree
+from ...core.config import CP_COMM_TYPES, TreeConfig, default_config
+from ...core.layout import PrefixTree, ReadOnce, shard_positions
 from . import compat
+from .documents import check_cut, check_rolled, is_one_document
 
 compat.megatron_version()  # a clear error before the imports below fail
 
-from megatron.core.tensor_parallel import get_cuda_rng_tracker  # noqa: E402
-from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
-from megatron.core.transformer.module import MegatronModule  # noqa: E402
-
-from .documents import check_cut, check_rolled, is_one_document  # noqa: E402
-from .masks import read_mask  # noqa: E402
 
 serving: ContextVar[Any] = ContextVar("serving", default=None)
 """While a model is served: the `inference.ServedPass` whose `attend` takes the place of core attention."""
@@ -61,7 +59,7 @@ def tree_config_for(
         return dataclasses.replace(base, **ring, ulysses_size=cp_sizes[0])
     raise ValueError(
         f"cp_comm_type={cp_comm_type!r} is not supported by tree attention: choose one of "
-        f"{', '.join(map(repr, compat.CP_COMM_TYPES))}, or use TransformerEngine's core attention in this layer"
+        f"{', '.join(map(repr, CP_COMM_TYPES))}, or use TransformerEngine's core attention in this layer"
     )
 
 
@@ -312,3 +310,94 @@ class TreeDotProductAttention(MegatronModule):
 def _documents(lengths: tuple[int, ...], padded: int) -> tuple[list[int], list[int]]:
     """(cu_seqlens, cu_seqlens_padded) of rows with these lengths, each padded to `padded` tokens."""
     return [0, *itertools.accumulate(lengths)], [padded * i for i in range(len(lengths) + 1)]
+
+
+# Megatron's attention masks, reduced to what tree attention needs to know of them
+
+
+# whether the kernels apply the causal mask; with `arbitrary` the mask itself decides
+CAUSAL = {
+    AttnMaskType.causal: True,
+    AttnMaskType.padding_causal: True,
+    AttnMaskType.no_mask: False,
+    AttnMaskType.padding: False,
+}
+# by type, the masks that it may come with: (whether the mask hides later keys, whether the kernels are to)
+MASKS = {
+    AttnMaskType.causal: [(True, True)],
+    AttnMaskType.padding_causal: [(True, True), (False, True)],
+    AttnMaskType.arbitrary: [(False, False), (True, True)],
+}
+
+
+class MaskRead(NamedTuple):
+    """What a mask lets through."""
+
+    causal: bool
+    lengths: tuple[int, ...] | None = None
+    """Number of keys of every batch row; None if no row is padded."""
+
+
+def read_mask(
+    mask: Tensor | None,
+    mask_type: AttnMaskType,
+    *,
+    batch: int,
+    num_queries: int,
+    num_keys: int,
+    ranks: comm.Ranks,
+) -> MaskRead:
+    """What this rank's part of a mask lets through, the same on all ranks.
+
+    A mask is not read where Megatron-LM's data loader makes causal ones only (no --reset-attention-mask).
+
+    Args:
+        mask: bool [b or 1, 1, rows, columns], True = hidden, or None. rows: this rank's queries, or 1; columns: all
+            keys of the sequence, or this rank's.
+        num_queries, num_keys: of this rank's share, zigzag.
+        ranks: they compare their results when they see a mask for the first time: two all-reduces of b numbers.
+    Raises: ValueError on every rank for any other mask.
+    """
+    if mask is None:
+        if mask_type not in CAUSAL:
+            raise ValueError(f"attn_mask_type {mask_type} needs an attention_mask: pass one, or use another type")
+        return MaskRead(CAUSAL[mask_type])
+    if mask_type == AttnMaskType.causal and compat.loads_causal_masks():
+        return MaskRead(True)
+    return _read(mask, mask_type, batch, num_queries, num_keys, ranks)
+
+
+@ReadOnce
+def _read(
+    mask: Tensor, mask_type: AttnMaskType, batch: int, num_queries: int, num_keys: int, ranks: comm.Ranks
+) -> MaskRead:
+    world, rank = ranks.size, ranks.rank
+    total = num_keys * world
+    q_pos, k_pos = (shard_positions(n * world, rank, world) for n in (num_queries, num_keys))
+    if mask.dim() == 4 and mask.shape[-1] == total:
+        k_pos = torch.arange(total)
+    fits = mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[1] == 1 and mask.shape[3] == len(k_pos)
+    if mask.dtype != torch.bool or not fits or mask.shape[2] not in (1, num_queries):
+        raise ValueError(
+            f"attention_mask {mask.dtype} {tuple(mask.shape)}: expected bool [{batch} or 1, 1, {num_queries} or 1, "
+            f"{total} or {num_keys}], True = hidden; pass None if nothing is padded"
+        )
+    shown = ~mask[:, 0]  # [b or 1, queries, keys]
+    q_pos, k_pos = q_pos.to(mask.device), k_pos.to(mask.device)
+    lengths = torch.where(shown.any(1), k_pos + 1, 0).amax(-1).expand(batch).contiguous()
+    ranks.reduce(lengths, "max")
+    unpadded = (k_pos < lengths[:, None])[:, None]
+    earlier = k_pos[None] <= q_pos[:, None] if mask.shape[2] == num_queries else torch.ones_like(unpadded)
+    empty = ~shown.any(-1, keepdim=True)
+    differs = torch.stack([(~empty & (shown != x)).any() for x in (unpadded, unpadded & earlier)])
+    differs = ranks.reduce(differs.to(torch.int32), "max").tolist()
+    allowed = MASKS.get(mask_type, [(False, False)])
+    for hides_later, causal in allowed:
+        if not differs[hides_later]:
+            tokens = tuple(lengths.tolist())
+            return MaskRead(causal, None if set(tokens) == {total} else tokens)
+    raise ValueError(
+        f"attention_mask {tuple(mask.shape)} with attn_mask_type {mask_type} is neither the causal mask of this rank's "
+        "rows nor padding at the end of rows: tree attention takes no other mask here. Documents that don't see each "
+        "other are packed (packed_seq_params); tree_attn_func takes any mask that is made of ranges"
+    )

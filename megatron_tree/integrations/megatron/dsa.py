@@ -14,9 +14,8 @@ from ...core.attention.selection import tree_select_func
 from ...core.config import TreeConfig
 from ...core.layout import Dispatched, Packed, document_positions, packed_layout, shard_positions
 from . import compat
-from .attention import TreeDotProductAttention
+from .attention import TreeDotProductAttention, read_mask
 from .documents import check_cut, check_rolled
-from .masks import read_mask
 
 from megatron.core.transformer.spec_utils import build_module  # isort: skip
 

@@ -16,25 +16,25 @@ the cache, and hooks pick the positions of this rank's tokens and the token whos
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from ...core.cache import ShardedCache
 from ...core.cache.forward import ForwardPass
+from ...core.cache.latent import LatentHeads
 from ...core.cache.runner import CHUNK_SIZE, RowRunner
-from ...core.cache.weight_gathering import WeightGathering
+from ...core.cache.weight_gathering import WeightGathering, current_pass
 from ...core.comm import Ranks, group_rank, group_size
 from . import compat
 from .attention import TreeDotProductAttention, serving
-from .latent import Latents, hand_latents_on
-from .queries import gather_projections_once
 from .weight_gathering import add_gathering, weight_gathering_of
 
 compat.megatron_version()  # a clear error before the import below fails
 
-from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 
 ROTARY = ("rope", "yarn")
 POSITIONS = ("learned_absolute", *ROTARY, "none")
@@ -155,7 +155,7 @@ class ServedPass:
     def attend(self, core: TreeDotProductAttention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Core attention over the cache: writes k and v of the new tokens, returns [n, b, h/tp * d_v].
 
-        query: [n, b, h/tp, d], or with all heads of this rank's KV head if several ranks share it (queries.py).
+        query: [n, b, h/tp, d], or with all heads of this rank's KV head if several ranks share it.
         """
         layer, window_size = self.layers[core]
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
@@ -307,3 +307,62 @@ def _share_weights(
         return None, None, gathering
     group = ranks.neighbours(tp // groups)
     return group, (config.num_attention_heads // tp,) * (tp // groups), gathering
+
+
+# multi-latent attention: core attention gets latents instead of keys and values
+
+
+class Latents(NamedTuple):
+    """The input of a layer's up-projection."""
+
+    tokens: Tensor
+    """[n, b, r], normed."""
+    heads: LatentHeads
+    """How this rank's heads read them."""
+
+
+def hand_latents_on(model: Any) -> None:
+    """Change a GPTModel's multi-latent attention; outside of a `ServedPass` it is unchanged."""
+    for layer in model.decoder.modules():
+        if (up := getattr(layer, "linear_kv_up_proj", None)) is not None:
+            up.forward = functools.partial(_hand_on, layer, up, up.forward)
+
+
+def _hand_on(layer: Any, up: Any, forward, latents: Tensor, *args, **kwargs):
+    served = serving.get()
+    if served is None:
+        return forward(latents, *args, **kwargs)
+    nope = layer.config.qk_head_dim
+    heads = LatentHeads(up.weight.unflatten(0, (-1, nope + layer.config.v_head_dim)), nope)
+    served.latents[layer.core_attention] = Latents(compat.normed_input(up, latents, layer.config), heads)
+    unread = latents.new_zeros(1).expand(*latents.shape[:-1], len(up.weight))  # takes no memory
+    return unread, None
+
+
+# more tensor-parallel ranks than KV heads
+
+
+def gather_projections_once(model: Any) -> None:
+    """Change a GPTModel's self attention; outside of a `ServedPass` it is unchanged."""
+    for layer in model.decoder.modules():
+        if hasattr(layer, "linear_qkv") and hasattr(layer, "core_attention"):
+            project = layer.get_query_key_value_tensors
+            layer.get_query_key_value_tensors = functools.partial(_project_head_group, layer, project)
+
+
+def _project_head_group(layer: Any, project, hidden: Tensor, key_value_states=None, **options):
+    """q [s, b, heads of the KV head, d], and its k and v [s, b, 1, d]."""
+    served = serving.get()
+    split = served is not None and served.forward.head_shares is not None and current_pass.get() is None
+    if not split or options.get("output_gate") or not options.get("split_qkv", True):
+        return project(hidden, key_value_states, **options)
+    config, (local, _) = layer.core_attention.tree_config, layer.linear_qkv(hidden)
+    ranks = Ranks.of(served.forward.cp_group, local.device, config)
+    whole = ranks.gather(local.movedim(-1, 0).contiguous()).movedim(0, -1)
+    heads = whole.unflatten(-1, (-1, layer.hidden_size_per_attention_head))
+    query, key, value = heads.split((heads.shape[2] - 2, 1, 1), 2)
+    if layer.q_layernorm is not None:
+        query = layer.q_layernorm(query)
+    if layer.k_layernorm is not None:
+        key = layer.k_layernorm(key)
+    return query, key, value

@@ -8,7 +8,7 @@ import functools
 import inspect
 from typing import Any
 
-from ...core.config import TreeConfig, default_config
+from ...core.config import TREE_CP_COMM_TYPES, TreeConfig, default_config
 from ...core.errors import TreeError
 from . import compat
 from .attention import TreeDotProductAttention
@@ -291,7 +291,7 @@ def _with_tree_submodules(original, signature):
     def init(self, *args, **kwargs):
         call = signature.bind(self, *args, **kwargs)
         spec = call.arguments["submodules"]
-        if call.arguments.get("cp_comm_type") in compat.TREE_CP_COMM_TYPES and not is_tree(spec.core_attention):
+        if call.arguments.get("cp_comm_type") in TREE_CP_COMM_TYPES and not is_tree(spec.core_attention):
             call.arguments["submodules"] = use_tree_attention(spec, tree_config=_installed_config)
         with compat.mla_without_transformer_engine():
             return original(*call.args, **call.kwargs)

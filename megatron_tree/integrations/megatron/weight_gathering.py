@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...core.attention.token_shares import count_tokens
+from ...core.attention.shares import count_tokens
 from ...core.cache.gathered import Parts, Piece
 from ...core.cache.weight_gathering import SplitFeedForward, SplitLayer, WeightGathering, current_pass
 from ...core.comm import Ranks

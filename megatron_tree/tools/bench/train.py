@@ -19,15 +19,14 @@ from ...core.duals import dual
 from ...core.kernels import reference
 from ...core.layout import Segment, shard_positions, shard_segments
 from ...core.plan import Shape, Topology, TrainingPlan, place, plan_training
-from ...core.plan.sizes import DUAL_PRODUCTS
+from ...core.plan.plans import DUAL_PRODUCTS
 from ...core.spec import AttnSpec
 from ..calibrate.kernel_cases import DTYPES, relative_error
 from . import cases
-from .accelerator import attention_flops, visible_pairs
 from .cases import Bench, Case, Machines, Settings
 from .decode import uneven
 from .rivals import JVP, TRAIN, no_torch_ring
-from .timing import Laps, shared_tensor, time_together
+from .timing import Laps, attention_flops, shared_tensor, time_together, visible_pairs
 
 PINS: dict[str, Callable[[Machines], dict]] = {
     "ring": lambda m: dict(schedule="ring"),

@@ -31,8 +31,8 @@ from ...errors import CommError
 from ...kernels import merge_packed
 from ...log import say_once
 from ..agreement import gather
-from ..traffic import note, recorders
 from ..watchdog import Watchdog
+from ..work import note, recorders
 
 if TYPE_CHECKING:
     from ..ranks import Ranks

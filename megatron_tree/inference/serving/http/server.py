@@ -32,7 +32,7 @@ from ...generation.grammars import Grammars
 from ...generation.requests import Request
 from ...generation.sampling import SamplingParams
 from ...generation.scheduler import Scheduler
-from ..images import ImagePrompts
+from ..messages import ImagePrompts
 from ..start import StartError, Worker, start
 from .app import Service, create_app
 from .arguments import LINK

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....core.attention.selection import tree_select_func
-from ....core.cache.selected_attention import Index, Selection
+from ....core.cache.attention import Index, Selection
 from ..infer.model_runs import last_update
 from ..train.batch_shards import SequenceShard
 from .modeling import INSTEAD

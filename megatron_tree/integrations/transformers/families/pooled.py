@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from ....core.attention.selection import Blocks, tree_select_func
-from ....core.cache.selected_attention import Index, Selection
+from ....core.cache.attention import Index, Selection
 from ....core.comm import group_rank, group_size
 from ....core.layout import shard_segments
 from ....core.recurrence.halo import tree_convolution

@@ -27,9 +27,9 @@ from transformers.utils.import_utils import is_flash_linear_attention_available,
 from ....core.comm import group_rank, group_size
 from ....core.config import TreeConfig
 from ....core.layout import Layout, Segment
-from ....core.recurrence.chains import chains_of
 from ....core.recurrence.halo import tree_convolution
 from ....core.recurrence.layer import Decay, tree_recurrence
+from ....core.recurrence.scan import chains_of
 
 
 @dataclass(kw_only=True)

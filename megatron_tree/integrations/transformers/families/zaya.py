@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ....core.recurrence.exchange import depending_on
 from ....core.recurrence.halo import tree_halo
-from ....core.recurrence.pieces import joined
+from ....core.recurrence.layer import joined
+from ....core.recurrence.scan import depending_on
 from .recurrent import RecurrentRun
 
 
