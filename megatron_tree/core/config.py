@@ -19,6 +19,7 @@ SCHEDULES = ("auto", "grid", "cast", "ring")
 BACKENDS = ("auto", "triton", "native", "cudnn", "fa3", "fa4", "aten", "reference")
 COMM_DTYPES = ("auto", "fp32")
 CHECKS = ("first", "always", "never", "finite")
+TRUSTING = ("first", "never")  # of these, with which calls that are alike are checked once
 TRANSPORTS = ("auto", "shm", "direct", "builtin")
 DECODE_SCHEDULES = ("auto", "allreduce", "allgather", "butterfly", "scatter", "two_level", "ring")
 SELECT_SCHEDULES = ("auto", "allgather", "butterfly", "scatter", "two_level", "counts")

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..core import comm
-from ..core.attention.autograd import has_tangents
 from ..core.attention.functional import tree_attn_func
 from ..core.config import TreeConfig
+from ..core.duals import has_tangents
 
 try:
     from diffusers import ContextParallelConfig

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import comm, kernels
-from ..duals import dual, halves
+from ..duals import dual, halves, has_tangents, only_backward
 from ..kernels import Backend
 from ..layout import sequences_of
 from ..log import say_once
@@ -39,28 +39,6 @@ from .validate import check_finite_shares
 def in_torch(ranks: comm.Ranks, backend: Backend) -> bool:
     """Whether torch's own operations compute all of a call."""
     return ranks.size == 1 and backend.name == "reference"
-
-
-def has_tangents(*tensors: Tensor | None) -> bool:
-    """Whether any of them is differentiated in forward mode."""
-    if forward_ad._current_level < 0:
-        return False
-    return any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
-
-
-def only_backward() -> bool:
-    """Whether a backward is all that can follow here: no forward mode and no transform of torch.func is under way."""
-    return forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active()
-
-
-def check_tangents(**tensors: Tensor | None) -> None:
-    """Raise ``ValueError`` for tensors with a tangent, in functions over a cache: they have no forward mode."""
-    for name, x in tensors.items():
-        if has_tangents(x):
-            raise ValueError(
-                f"{name} has a tangent, but decoding and prefill have no forward-mode derivatives: pass "
-                f"{name}.detach(), or use tree_attn_func, which has them"
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,11 +217,6 @@ def attention(
     inputs, tangents = zip(*((x, None) if x is None else forward_ad.unpack_dual(x) for x in (q, k, v, sinks)))
     out, lse, outt, lset, *_ = Tangent.apply(*inputs, *with_zeros(tangents, inputs), Derivatives(call, with_lse, None))
     return forward_ad.make_dual(out, outt), forward_ad.make_dual(lse, lset)
-
-
-def goes_backward(*inputs: Tensor | None) -> bool:
-    """Whether autograd will ask for gradients of any of these."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
 
 
 class TreeAttention(torch.autograd.Function):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor
 
 from .. import comm
-from ..config import TreeConfig
+from ..config import TRUSTING, TreeConfig
+from ..duals import goes_backward, has_tangents, only_backward
 from ..kernels import Backend
 from ..layout import Dispatched, Packed, Segment, Sharding, by_document, join, visible_rows
 from ..log import say_once
@@ -22,6 +24,37 @@ from ..spec import AttnSpec, MaskBounds
 from .cell import Cell, SelectedKeys, wire_dtype
 from .rows import TeamRows, VisibleRows
 from .tuning import Stopwatch, tuned_plan
+
+_LIKENESS = operator.attrgetter("shape", "dtype", "device")
+
+
+def likeness(x: Tensor | None) -> tuple | None:
+    """What a call's checks and plan depend on of a tensor."""
+    return None if x is None else _LIKENESS(x)
+
+
+class Inputs(NamedTuple):
+    """The tensors of a call."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+    selected: Tensor | None
+
+    @property
+    def derivatives(self) -> dict[str, bool]:
+        """What torch may ask for, as in `AttentionCall`."""
+        tensors = self[:4]
+        return dict(
+            tangents=has_tangents(*tensors), transformed=not only_backward(), goes_backward=goes_backward(*tensors)
+        )
+
+    def key(self, ranks: comm.Ranks, kind: tuple | None) -> tuple | None:
+        """By which the planned call of a kind is found again, if calls that are alike are checked once."""
+        if kind is None or ranks.config.check not in TRUSTING:
+            return None
+        return ranks, *kind, *map(likeness, self[:4]), *self.derivatives.values()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +82,14 @@ class AttentionCall:
     topology: str
     """`Ranks.fingerprint`."""
 
-    def agree(self, collective: comm.CollectiveCall, transport: str) -> None:
+    def agree(self, collective: comm.CollectiveCall, transport: str) -> comm.Agreement:
         """Packed documents and slices are new with every batch; so is the seed of dropout, with every call."""
         spec, layout, layout_kv = self.spec, self.queries.layout, self.keys.layout
         rows = dict(seq_len=self.queries.seq_len, seq_len_kv=self.keys.seq_len, layout=layout, layout_kv=layout_kv)
         packed = not isinstance(layout, (str, tuple)) and transport == "direct"
         others = {name: value for name, value in vars(self).items() if name not in ("shape", "spec", "queries", "keys")}
         facts = {"batch": self.batch, **({"documents": type(layout).__name__} if packed else rows)}
-        collective.agree(
+        return collective.agree(
             of_batch=rows | {"ranges": spec.ranges} if packed else None,
             changing={f"dropout_{x}": value for x, value in spec.dropout._asdict().items()} if spec.dropout else None,
             spec=replace(spec, dropout=None, ranges=None if packed else spec.ranges),
@@ -127,6 +160,7 @@ class AttentionCall:
 class PlannedAttention(AttentionCall):
     """An attention call that is checked, agreed on and planned, and this rank's place in it."""
 
+    agreement: comm.Agreement
     ranks: comm.Ranks
     backend: Backend
     """The kernels of this call."""
@@ -137,24 +171,41 @@ class PlannedAttention(AttentionCall):
     """By a pass's plan and backend."""
 
     @classmethod
+    def again(
+        cls, collective: comm.CollectiveCall, ranks: comm.Ranks, inputs: Inputs, kind: tuple
+    ) -> PlannedAttention | None:
+        """The planned call of a call that is like an earlier one, which it repeats; None if there was none.
+
+        kind: all on which the checks and the plan depend, beside shapes, dtypes and devices of the inputs.
+        """
+        planned = ranks.state.planned.get(inputs.key(ranks, kind))
+        if planned is not None:
+            collective.repeat(planned.agreement)
+        return planned
+
+    @classmethod
     def of(
         cls,
         call: AttentionCall,
+        agreement: comm.Agreement,
         ranks: comm.Ranks,
         backend: Backend,
         selected_keys: Tensor | None,
         rehearse: Callable[[PlannedAttention, Stopwatch], None],
+        key: tuple | None = None,
     ) -> PlannedAttention:
         """Plan a call that the ranks have agreed on, unless one like it was planned before.
 
-        rehearse: runs the passes of a planned call, which may be measured (tuning.py). Collective at the group's first
-        call of a kind.
+        rehearse: runs the passes of a planned call, which may be measured (tuning.py). key: by which `again` finds it.
+        Collective at the group's first call of a kind.
         """
-        key = ranks, call, backend
+        key = key or (ranks, call, backend)
         if (planned := ranks.state.planned.get(key)) is not None:
             return planned
         topology, is_final = ranks.network.topology, True
-        planned = cls(**vars(call), ranks=ranks, backend=backend, plan=None, selected_keys=selected_keys)
+        planned = cls(
+            **vars(call), agreement=agreement, ranks=ranks, backend=backend, plan=None, selected_keys=selected_keys
+        )
         if not call.is_tuned:
             plan = planned.plan_on(topology)
         else:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -18,7 +17,8 @@ import torch
 from torch import Tensor
 
 from .. import comm, kernels
-from ..config import TreeConfig
+from ..config import TRUSTING, TreeConfig
+from ..duals import check_tangents, only_backward
 from ..kernels import KVCache, SharedPages
 from ..log import say_once
 from ..merge import merge_sinks, state_dtype
@@ -26,7 +26,8 @@ from ..plan import DecodePlan, Topology, plan_decode
 from ..plan.cost import placed_topology
 from ..plan.decode import exchanges_queries, projects_first
 from ..spec import AttnSpec
-from .autograd import check_tangents, in_torch, only_backward
+from .autograd import in_torch
+from .call import likeness
 from .shares import all_heads_of, check_head_shares, gather_heads, has_all_heads, slice_of
 from .tuning import Stopwatch, tuned_plan
 from .validate import (
@@ -40,10 +41,6 @@ from .validate import (
     check_sinks,
     make_spec,
 )
-
-TRUSTING = ("first", "never")  # values of `TreeConfig.check` with which calls that are alike are checked once
-
-_LIKE = operator.attrgetter("shape", "dtype", "device")
 
 
 @comm.public_call
@@ -182,13 +179,7 @@ def _key(q: Tensor, cache: KVCache, options: DecodeOptions, sinks, projection) -
     k, v, k_scale, v_scale, selected = *cache[:4], cache.selected
     tensors = (*cache[5:10], ranks, slopes)
     key = (
-        _LIKE(q),
-        _LIKE(k),
-        None if v is None else _LIKE(v),
-        None if k_scale is None else _LIKE(k_scale),
-        None if v_scale is None else _LIKE(v_scale),
-        None if sinks is None else _LIKE(sinks),
-        None if projection is None else _LIKE(projection),
+        *map(likeness, (q, k, v, k_scale, v_scale, sinks, projection)),
         # each layer has its own, which may be of another length
         None if selected is None else (selected.shape[:2], selected.dtype, selected.device),
         *(cache.head_dim_v, scale, tuple(window_size), softcap, schedule),

@@ -32,8 +32,8 @@ from ..layout import (
 from ..plan import Shape
 from ..spec import AttnSlice, AttnSpec
 from . import passes
-from .autograd import attention, goes_backward, has_tangents, only_backward
-from .call import AttentionCall, PlannedAttention
+from .autograd import attention
+from .call import AttentionCall, Inputs, PlannedAttention
 from .sequences import layouts_of
 from .validate import (
     autocast,
@@ -118,6 +118,13 @@ def tree_attn_func(
     ranks = comm.Ranks.of(cp_group, q.device, config)
     layout, layout_kv = layouts_of(layout, ranks, "tree_attn_func", q=q, k=k)
     with ranks.call("tree_attn_func", differentiable=True) as call, outside:
+        layout, layout_kv = (check_layout(x, ranks.size) for x in (layout, layout_kv))
+        inputs, kind = Inputs(q, k, v, sinks, selected), None
+        # tensors that are part of the mask may be written to between calls; without them calls that are alike stay so
+        if ranges is selected is alibi_slopes is None and not dropout_p and not return_max_logit:
+            kind = layout, layout_kv, causal, softmax_scale, repr(window_size), softcap, return_lse
+            if (planned := PlannedAttention.again(call, ranks, inputs, kind)) is not None:
+                return _results(inputs, planned)
         check_heads(q, k, v, "k", "v")
         options = dict(deterministic=config.deterministic, ranges=ranges is not None, alibi_slopes=alibi_slopes)
         spec = make_spec(q, causal, softmax_scale, window_size, softcap, dropout_p, dropout_seed, **options)
@@ -125,8 +132,7 @@ def tree_attn_func(
         queries, keys = _sharding(q, "q", ranks, layout), _sharding(k, "k", ranks, layout_kv)
         if ranges is not None:
             spec = dataclasses.replace(spec, ranges=make_slices(ranges, queries, keys))
-        results = _attend(call, ranks, spec, queries, keys, q, k, v, sinks, selected, return_lse, return_max_logit)
-    return results if len(results) > 1 else results[0]
+        return _attend(call, ranks, inputs, spec, queries, keys, return_lse, return_max_logit, kind=kind)
 
 
 @comm.public_call
@@ -207,7 +213,9 @@ def tree_attn_varlen_func(
             check_cross_documents(documents, of_keys, counts, spec)
         check_lengths(q, k, v, cross=cu_seqlens_kv is not None)
         queries, keys = _sharding(q, "q", ranks, documents), _sharding(k, "k", ranks, of_keys)
-        out, *others = _attend(call, ranks, spec, queries, keys, q, k, v, sinks, selected, return_lse, return_max_logit)
+        inputs = Inputs(q, k, v, sinks, selected)
+        results = _attend(call, ranks, inputs, spec, queries, keys, return_lse, return_max_logit)
+    out, *others = results if isinstance(results, tuple) else (results,)
     if return_lse:
         others[0] = others[0][0, :, :own]
     return (out[0, :own], *others) if others else out[0, :own]
@@ -236,18 +244,20 @@ def _documents(
 def _attend(
     collective: comm.CollectiveCall,
     ranks: comm.Ranks,
+    inputs: Inputs,
     spec: AttnSpec,
     queries: Sharding,
     keys: Sharding,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    selected: Tensor | None,
     return_lse: bool,
     return_max_logit: bool,
-) -> tuple[Tensor, ...]:
-    """(out[, lse][, largest logits]) of tensors whose shapes are checked: the remaining checks, agree, plan, run."""
+    *,
+    kind: tuple | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """What the public functions return, of tensors whose shapes are checked: the remaining checks, agree, plan, run.
+
+    kind: as of `PlannedAttention.again`.
+    """
+    q, k, v, sinks, selected = inputs
     config = ranks.config
     check_sinks(sinks, q)
     check_ulysses(config.ulysses_size, ranks.size, q.shape[2])
@@ -270,21 +280,24 @@ def _attend(
         selected=None if selected is None else selected.shape[2],
         return_lse=return_lse,
         return_max_logit=return_max_logit,
-        tangents=has_tangents(q, k, v, sinks),
-        transformed=not only_backward(),
-        goes_backward=goes_backward(q, k, v, sinks),
+        **inputs.derivatives,
         config=config,
         topology=ranks.fingerprint,
     )
-    call.agree(collective, ranks.transport)
+    agreement = call.agree(collective, ranks.transport)
     if return_max_logit:
         backend, largest = backend.with_largest_logits(q)
-    planned = PlannedAttention.of(call, ranks, backend, selected, functools.partial(passes.rehearse, q, k, v, sinks))
-    out, lse = attention(q, k, v, sinks, planned)
-    results = (out, lse) if return_lse else (out,)
+    rehearse = functools.partial(passes.rehearse, *inputs[:4])
+    planned = PlannedAttention.of(call, agreement, ranks, backend, selected, rehearse, inputs.key(ranks, kind))
+    results = _results(inputs, planned)
     if return_max_logit:  # every pair of a query and a key was in one rank's block
-        results += (ranks.reduce(largest, "max"),)
+        results = (*(results if return_lse else (results,)), ranks.reduce(largest, "max"))
     return results
+
+
+def _results(inputs: Inputs, planned: PlannedAttention) -> Tensor | tuple[Tensor, Tensor]:
+    out, lse = attention(*inputs[:4], planned)
+    return (out, lse) if planned.return_lse else out
 
 
 def _sharding(x: Tensor, name: str, ranks: comm.Ranks, layout: Layout) -> Sharding:

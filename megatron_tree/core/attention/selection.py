@@ -27,6 +27,7 @@ from torch import Tensor
 
 from .. import comm, kernels
 from ..config import SELECT_SCHEDULES, TreeConfig, check_choice, check_positive, integer
+from ..duals import check_tangents
 from ..kernels import KVCache, index_scores
 from ..layout import Layout, Segment, Sharding, TreeRun, check_layout, shard_lengths
 from ..layout import positions_of as positions_of_rows
@@ -34,7 +35,6 @@ from ..log import say_once
 from ..merge import NO_ENTRY, ListReducer, positions_of, ranked
 from ..plan import plan_select
 from ..spec import AttnSpec
-from .autograd import check_tangents
 from .prefill import PromptChunk, run_segments
 from .sequences import layouts_of
 from .validate import (

@@ -29,8 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import comm
-from ..attention.decode import TRUSTING
-from ..config import TreeConfig
+from ..config import TRUSTING, TreeConfig
 from ..kernels import ACCELERATORS
 from ..log import warn_once
 from .forward import ForwardPass, appended

@@ -9,11 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .team import Team, from_next, subgroup
+from .team import Team, subgroup
 from .work import Mail, Pending, meet, nccl_limit, note, wait_for
 
 # the newer name; the older one warns from torch 2.13 on
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def from_next(ranks: tuple[int, ...], index: int) -> tuple[int, ...]:
+    """All ranks but ranks[index], starting with the next one, so that not all ranks send to the same rank first."""
+    return ranks[index + 1 :] + ranks[:index]
 
 
 def start_gather(x: Tensor, team: Team) -> Pending:

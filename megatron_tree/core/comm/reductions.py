@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ..kernels import merge_packed
 from ..merge import NO_ENTRY, finite, normalized, numerators
-from .collectives import start_gather, start_reduce_scatter
+from .collectives import from_next, start_gather, start_reduce_scatter
 from .ranks import Ranks
 from .shared import CAPACITY
-from .team import Team, from_next
+from .team import Team
 from .work import Mail, Transfer, note
 
 Finish = Callable[[Tensor], Tensor]

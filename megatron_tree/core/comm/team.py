@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     from .ranks import Ranks
 
 
-def from_next(ranks: tuple[int, ...], index: int) -> tuple[int, ...]:
-    """All ranks but ranks[index], starting with the next one, so that not all ranks send to the same rank first."""
-    return ranks[index + 1 :] + ranks[:index]
-
-
 @dataclass(frozen=True)
 class Team:
     """Ranks that gather together: a key team or a query team, `inner` ranks of each of `outer` nodes.

@@ -6,6 +6,7 @@ and a part inside a node. Position n * block + l is rank l of node n.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -195,7 +196,7 @@ class PassPlan:
         """(a0, b0): the part of the grid inside one node."""
         return self.arrangement.inner
 
-    @property
+    @functools.cached_property
     def ulysses_size(self) -> int:
         """Ranks that exchange heads."""
         return self.arrangement.u

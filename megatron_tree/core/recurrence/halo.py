@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .. import comm
-from ..attention.autograd import goes_backward, has_tangents
 from ..attention.sequences import layouts_of
 from ..config import TreeConfig, check_positive
+from ..duals import goes_backward, has_tangents
 from ..layout import Layout
 from .layer import joined
 from .scan import Chains, Link, Route, depending_on, exchange

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import comm
-from ..attention.autograd import goes_backward, has_tangents
 from ..attention.sequences import layouts_of
 from ..config import TreeConfig, check_positive
+from ..duals import goes_backward, has_tangents
 from ..layout import Layout, Segment
 from ..merge import AffineMaps, state_dtype
 from .scan import Chains, Scan, nothing

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from .. import comm
-from ..attention.autograd import goes_backward, has_tangents, with_signature
+from ..attention.autograd import with_signature
 from ..config import TreeConfig, check_choice
+from ..duals import goes_backward, has_tangents
 from ..layout import Dispatched, Layout, Packed, Segment, check_layout, shard_lengths, shard_segments
 from ..merge import AffineMaps
 from ..plan import plan_scan
