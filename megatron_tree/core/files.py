@@ -33,7 +33,7 @@ class NotWritten(OSError):
 @contextlib.contextmanager
 def writing(path: Path, *others: type[BaseException]):
     """Faults of the file system become `NotWritten` while `path`, a file or a folder, is written: those that Python
-    reports, those of libraries, which often say less, and `others`, errors that mean nothing else there."""
+    reports, errors of libraries, which often say less, and `others`, errors that mean nothing else there."""
     try:
         yield
     except NotWritten:

@@ -93,7 +93,7 @@ def with_tree_attention(spec: ModelSpec, *, tree_config: TreeConfig | None = Non
 
     def parallelize(model: nn.Module, *, parallel_dims, parallelism, **others):
         if type(model).get_attention_masks is not Decoder.get_attention_masks:
-            raise ValueError(f"{type(model).__name__} makes its own masks: tree attention has those of documents")
+            raise ValueError(f"{type(model).__name__} makes its own masks: tree attention makes the masks of documents")
         group, layout = None, "zigzag"
         if parallel_dims.cp_enabled:
             if parallelism.spmd_backend != "partial_dtensor":  # the others gather k and v before inner attention

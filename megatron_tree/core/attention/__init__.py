@@ -1,7 +1,7 @@
 """Tree attention: what users call, and the schedules underneath. Read `functional.py` first, then `cell.py`.
 
 - functional.py              public functions of training; decode.py, prefill.py: over a sharded KV cache
-- selection.py               the keys that an index selects, for `selected`, and those of a cache
+- selection.py               the keys that an index selects, for `selected`, and the slots of a cache that it selects
 - sequences.py               cutting a sequence into shards and joining them
 - call.py                    one planned attention call
 - tuning.py                  repeated calls that measure their plans

@@ -105,7 +105,7 @@ class Constant(torch.autograd.Function):
 
 
 class Placeholder(torch.autograd.Function):
-    """A tensor of one element in the place of x, whose gradients are those of x. It can't have tangents."""
+    """A tensor of one element in the place of x, whose gradients become x's. It can't have tangents."""
 
     @staticmethod
     @with_signature
@@ -340,7 +340,7 @@ class Gradient(torch.autograd.Function):
 
 
 class SecondOrder(torch.autograd.Function):
-    """dq, dk, dv and dsinks along dout and dlse, and their tangents along those of all these: four and four."""
+    """dq, dk, dv and dsinks along dout and dlse, and their tangents along all tangents: four and four."""
 
     @staticmethod
     @with_signature

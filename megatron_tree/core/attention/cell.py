@@ -3,10 +3,10 @@
 Schedules differ in the rows that travel (rows.py):
 
     schedule    queries                                          keys
-    grid        those of the query team (the rank's column)      those of the key team (its row)
+    grid        the query team's (the rank's column)             the key team's (its row)
     cast        this rank's                                      those that this rank's queries see
-    gather      this rank's; backward those of all ranks         those of all ranks
-    prefill     the query team's tokens, or its heads            those of the key team
+    gather      this rank's; backward all ranks'                 all ranks'
+    prefill     the query team's tokens, or its heads            the key team's
 
 A training pass computes the local pair, this rank's queries and keys, while others' rows are on their way. With the
 global lse and delta no softmax statistics are left to merge backward: gradients are sums.
@@ -121,7 +121,7 @@ class HeadChunk(NamedTuple):
 
 
 def head_chunks(num_heads: int, num_heads_kv: int, n: int, spec: AttnSpec, first: int = 0) -> list[HeadChunk]:
-    """Heads in n chunks of equal size; `first`: the number of the first query head among those of spec."""
+    """Heads in n chunks of equal size; `first`: the first query head's number among the heads of spec."""
     queries, kv = num_heads // n, num_heads_kv // n
     return [
         HeadChunk(

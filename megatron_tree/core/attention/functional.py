@@ -100,7 +100,7 @@ def tree_attn_func(
         dropout_seed: an integer, the same on all ranks, different in every call.
         layout: "zigzag" (Megatron's), "contiguous" (the lengths of `shard_sequence`, which the ranks tell each other in
             a small message), a tuple of every rank's length (contiguous), or a `Dispatched`: any chunks on any rank;
-            several documents are those of every row.
+            several documents are the same in every row.
         config: `TreeConfig`; default: the file in $MEGATRON_TREE_CONFIG, else the planner chooses.
         return_lse: also return lse [b, h, s/p], fp32, natural log, differentiable; -inf for a query that sees nothing.
         return_max_logit: also return the largest logit of each head, [h], fp32, over the batch and the whole sequence,
@@ -173,7 +173,7 @@ def tree_attn_varlen_func(
         cu_seqlens_padded: the boundaries of the documents with their padding; default: no padding. Rows after the last
             document are padding.
         cu_seqlens_kv, cu_seqlens_kv_padded: of k and v in cross attention (causal=False, no window), where document i
-            of q sees document i of k; default: those of q.
+            of q sees document i of k; default: q's.
         max_seqlen: length of the longest document of q; optional, checked if given.
         layout: "documents" (above); what `dispatch_documents` returns (short documents whole on one rank, no padding);
             or the packed rows are cut as a whole: "zigzag" (t a multiple of 2p; Megatron's inter-document masking) or

@@ -256,7 +256,7 @@ class HeadExchange:
 
     @property
     def local(self) -> slice:
-        """This rank's query heads among those of the call, with padding."""
+        """This rank's query heads among the call's, with padding."""
         return slice(self._first, self._first + self._split.n * self._split.queries)
 
     def chunks(self, n: int, spec: AttnSpec) -> list[HeadChunk]:

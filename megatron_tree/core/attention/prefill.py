@@ -249,7 +249,7 @@ class PromptChunk:
 
     @property
     def knows_all_keys(self) -> bool:
-        """Whether key_segments has those of every rank."""
+        """Whether key_segments has every rank's segments."""
         return bool(self.key_segments) and isinstance(self.key_segments[0], list)
 
     @property

@@ -68,7 +68,7 @@ class TeamRows:
         return Gather(comm.start_gather(padded, self.team), _widths(tensors))
 
     def put_local(self, gathered: Tensor, local: Tensor) -> None:
-        """Put this rank's results [b, s, h, w] among those of all rows that have arrived."""
+        """Put this rank's results [b, s, h, w] among the results of all rows that have arrived."""
         gathered[:, self.at] = local
 
     def start_reduce(self, x: Tensor, reducer: StateReducer | SumReducer) -> comm.Pending:
@@ -79,7 +79,7 @@ class TeamRows:
         return pending.wait().transpose(0, 1)[:, :num_rows]
 
     def put_reduced(self, pending: comm.Pending, *local: Tensor) -> None:
-        """Replace this rank's sums by those of all ranks, to which they were put."""
+        """Replace this rank's sums by the sums of all ranks, of which they are a part."""
         sums = self.reduced(pending, local[0].shape[1]).split(_widths(local), -1)
         for x, total in zip(local, sums):
             x.copy_(total)

@@ -195,7 +195,7 @@ def _in_order(shares: Sequence[Sequence[tuple[int, int]]]) -> tuple[Segment, ...
 
 
 def _merged(lists: Tensor, lengths: Sequence[int], ranks: comm.Ranks) -> Tensor:
-    """Lists int64 [b, n, k] of all ranks' queries over this rank's keys -> those of its own over all ranks' keys."""
+    """Lists int64 [b, n, k] of all ranks' queries over this rank's keys -> lists of its own over all."""
     parts = lists.transpose(0, 1).split(tuple(lengths))
     padded = [F.pad(x, (0, 0, 0, 0, 0, max(lengths) - len(x)), value=NO_ENTRY) for x in parts]
     merged = comm.start_reduce_scatter(torch.cat(padded), ranks.everyone, ListReducer).wait()

@@ -82,7 +82,7 @@ Runs = list[tuple[int, int]]
 
 
 def shares_by_rank(shares: Sequence[Runs], num_groups: int) -> list[Runs]:
-    """By rank of all head groups: the tokens that it runs, as runs (position, count); shares[p] those of place p."""
+    """By rank of all head groups: the tokens that it runs, as runs (position, count); shares[p] belongs to place p."""
     parts = [_cut(runs, num_groups) for runs in shares]
     return [part[group] for group in range(num_groups) for part in parts]
 

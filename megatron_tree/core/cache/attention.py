@@ -31,7 +31,7 @@ from .pages import on_device
 
 
 class StepAttention:
-    """The layers' decode calls in one pass: those of equal layers are checked and planned once."""
+    """The layers' decode calls in one pass: calls of equal layers are checked and planned once."""
 
     def __init__(self, store: ShardedCache, schedule: str, head_shares: tuple[int, ...] | None):
         self._store, self._schedule, self._head_shares = store, schedule, head_shares

@@ -229,7 +229,7 @@ class _Source(NamedTuple):
 
     files: list
     begin: Fraction
-    """Where the heads that are needed begin among those of the files, in whole files, and how many they are."""
+    """Where the heads that are needed begin among the heads of the files, in whole files, and how many they are."""
     length: Fraction
 
     def read(self, name: str, numbers: Tensor) -> Tensor:

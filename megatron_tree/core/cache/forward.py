@@ -110,7 +110,7 @@ class ForwardPass:
         return Dispatched((n,), (n,), runs, max(2, *map(count_tokens, self.shares)))
 
     def new_positions(self, device: torch.device) -> Tensor:
-        """int64 [b, n]: those of each row's new tokens."""
+        """int64 [b, n]: of each row's new tokens."""
         first = on_device(torch.tensor(self.append.first), device)[:, None]
         return first + torch.arange(self.append.num_tokens, device=device)
 

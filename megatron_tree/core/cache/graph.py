@@ -189,7 +189,7 @@ def check_runner(runner) -> None:
     pages = runner.store.layers[0]
     reason = runner.depends_on_host
     if others:
-        reason = f"collectives of {others[0]} can't be captured, only those of nccl"
+        reason = f"collectives of {others[0]} can't be captured, only nccl's"
     elif pages.latent and not pages.joined:
         reason = "latents in 8 bits are put together on the host; choose another dtype of the cache"
     if reason is not None:

@@ -63,7 +63,7 @@ class LatentHeads(NamedTuple):
         return torch.cat((torch.einsum("bnhd,hdr->bnhr", q_nope, self.up[:, : self.head_dim_nope]), q_rope), -1)
 
     def project(self, out: Tensor) -> Tensor:
-        """Weighted sums of latents [b, n, own heads, r] to those of values [b, n, own heads, d_v]."""
+        """Weighted sums of latents [b, n, own heads, r] to weighted sums of values [b, n, own heads, d_v]."""
         return project(out, self.values[self.own])
 
     def expand(self, entries: Tensor) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ class RowRunner:
 
     Args:
         store: the sharded cache, one layer for each attention layer. cp_group: the group that it is sharded over.
-        token_group: the ranks that run the same tokens: those of cp_group, and tensor-parallel ones.
+        token_group: the ranks that run the same tokens: the ranks of cp_group, and tensor-parallel ones.
         device, vocab_size, max_positions: of the model; max_positions None = no limit.
         chunk_size: tokens of a prompt per forward pass; it bounds the memory for activations.
         capacity_tokens: tokens that the cache may hold on all ranks together; None = it grows as needed. The
@@ -158,7 +158,7 @@ class RowRunner:
 
         Every rank runs its share of a chunk through the whole network. All ranks run all tokens of chunks shorter than
         a page for each rank, with sharded=False and, of a model whose weights are split, where that moves fewer bytes.
-        A failure removes the tokens of its chunk again; those of earlier chunks stay.
+        A failure removes the tokens of its chunk again; earlier chunks stay.
 
         Args:
             tokens: int64 [n], n >= 1.
@@ -227,7 +227,7 @@ class RowRunner:
 
     @torch.no_grad()
     def step(self, rows: list[int], tokens: Tensor, *, row_length: int | None = None) -> Tensor:
-        """Append tokens to some rows, each at its own end. Collective; a failure removes those of its pass again.
+        """Append tokens to some rows, each at its own end. Collective; a failure removes the tokens of its pass again.
 
         Args: rows: ids, each once. tokens: int64 [len(rows), n], n >= 1; more than one for speculation, and for the
             logits of all tokens of a prompt, with row_length as in `prefill`.

@@ -16,7 +16,7 @@ from .prefixes import SAVED_TOKENS, common_beginnings
 from .rows import Append, Row, RowBook
 
 WIDER = 8  # tables are as wide as a multiple of so many pages
-KEPT_TABLES = 3  # of the last views: a step's rows between those of prompts
+KEPT_TABLES = 3  # of the last views: a step's views between the views of prompts
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ class ShardedCache:
         return self._shared[kind][1]
 
     def key_segments(self, append: Append, kind: int, *, of_all_ranks: bool, by_position: bool = False) -> list:
-        """For a sharded append this rank's keys of the row, or by rank those of all ranks; `RowBook.key_segments`."""
+        """For a sharded append this rank's keys of the row, or by rank all ranks'; `RowBook.key_segments`."""
         key = kind, of_all_ranks, by_position
         if key not in append.segments:
             ranks = range(self.book.world) if of_all_ranks else (None,)

@@ -165,7 +165,7 @@ class GatheringPass:
         return start_gather(own_part(of.model, self._weights(i), of.world, of.rank), of.ranks.everyone)
 
     def begin_layer(self, i: int) -> None:
-        """Give layer i its whole parameters, and start to gather those of the next layer."""
+        """Give layer i its whole parameters, and start to gather the next layer's."""
         model = self._of.model
         arrived, self.arriving = self.arriving.wait(), None
         whole = whole_parameters(model, self._weights(i), arrived)
@@ -206,7 +206,7 @@ class GatheringPass:
         return part.summed in self._moved
 
     def _gather(self, x):
-        """A tensor of this rank's tokens -> those of all ranks, padded; anything else as it is."""
+        """A tensor of this rank's tokens -> the tokens of all ranks, padded; anything else as it is."""
         if not isinstance(x, Tensor):
             return x
         return self._gather_rows(x.movedim(self._of.dim, 0)).movedim(0, self._of.dim)

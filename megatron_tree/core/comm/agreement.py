@@ -42,7 +42,7 @@ LOGGED = 32  # calls that are compared at once where messages carry no stamp
 
 
 def call_stamp(group) -> int:
-    """What the messages of the group's current call carry, else those of its latest; 0 before the first one."""
+    """What the messages of the group's current call carry, else its latest call's; 0 before the first one."""
     return GroupState.of(group).calls.stamp
 
 
@@ -181,7 +181,7 @@ _digest_of_name = functools.cache(lambda name: digest_of(name, {}))
 
 
 def _texts(values: dict, prefix: str = "") -> dict[str, str]:
-    """Every value in words, and every field of a dataclass; those of a spec are arguments of the function."""
+    """Every value in words, and every field of a dataclass; a spec's fields are arguments of the function."""
     found = {}
     for name, value in values.items():
         if dataclasses.is_dataclass(value):
@@ -272,7 +272,7 @@ def _log_call(watchdog: Watchdog, call: Call) -> None:
 
 
 def _compare_logs(watchdog: Watchdog, log: list[str], call: Call, store):
-    """A request: compare the digests and names of the calls up to this one with those of the first rank."""
+    """A request: compare the digests and names of the calls up to this one with the first rank's."""
     yield
     rank, last, first = watchdog.ranks[watchdog.rank], call.number, call.number - LOGGED + 1
     other, *theirs = set_first(store, watchdog.key("log", last), "\n".join([str(rank), *log])).split("\n")

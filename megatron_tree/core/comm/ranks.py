@@ -268,7 +268,7 @@ class Ranks:
     def gather_rows(self, x: Tensor, counts: tuple[int, ...], *, exchanged: bool = False) -> Tensor:
         """x [counts[rank], ...], contiguous, of every rank -> [sum(counts), ...], in rank order.
 
-        exchanged: built-in, by an all-to-all: more messages than those of an all-gather, but all at once.
+        exchanged: built-in, by an all-to-all: more messages than an all-gather sends, but all at once.
         """
         if self.size == 1:
             return x

@@ -115,7 +115,7 @@ def wait_until(is_done: Callable[[], bool], what: str, ranks: Ranks) -> None:
         return
     watchdog, end = ranks.watchdog, time.monotonic() + ranks.timeout_s
     try:
-        with watchdog.waits(EVERY_GROUP):  # its collectives may be those of several
+        with watchdog.waits(EVERY_GROUP):  # its collectives may belong to several
             while not is_done():
                 if watchdog.is_interrupted:
                     raise RuntimeError("another rank failed")
@@ -136,8 +136,8 @@ def _tag(state: GroupState, number: int) -> int:
 def meet(op: str, ranks: Ranks) -> None:
     """Before `op`, wait until all ranks are in this rank's call: once in a call, always outside of calls.
 
-    gloo's own collectives need that. They have no tags: those of different calls would exchange data, or end a process
-    where lengths differ. With NCCL the host waits for nothing; its ranks compare their calls afterwards (agreement.py).
+    gloo's own collectives need that. They have no tags: different calls would exchange data, or end a process where
+    lengths differ. With NCCL the host waits for nothing; its ranks compare their calls afterwards (agreement.py).
     """
     calls = ranks.watchdog.calls
     has_met = IN_PART.get() or (calls.current is not None and calls.met == calls.stamp)
@@ -212,7 +212,7 @@ class Pending:
     """A collective in progress: a generator that yields wherever it has to wait, and returns the result.
 
     On a CPU its first messages are started at once, later ones in `advance`. On a GPU all of it is queued on a stream
-    for its kind ("gather", "reduce", "exchange"), so that those of different kinds overlap, and `wait` lets the stream
+    for its kind ("gather", "reduce", "exchange"), so that different kinds overlap, and `wait` lets the stream
     that has started it wait for that one.
 
     No memory waits for the GPU: the inputs are kept until `wait`, and a result may be dropped once what reads it is

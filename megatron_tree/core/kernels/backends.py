@@ -1,7 +1,7 @@
 """The backends and the choice between them, made once for an attention call.
 
 `triton` (ours), `aten` (torch's flash kernels) and `reference` (the formulas in plain torch) have the same functions
-with the same meaning: those of `Backend`, and `unsupported`. `native` (ours in C, for CPUs) only decodes; `cudnn`,
+with the same meaning: `Backend`'s, and `unsupported`. `native` (ours in C, for CPUs) only decodes; `cudnn`,
 `fa3` and `fa4` (libraries.py) do all but that.
 """
 

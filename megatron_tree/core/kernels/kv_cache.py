@@ -50,7 +50,7 @@ class KVCache(NamedTuple):
     block_table: Tensor | None = None
     """int32 [b, n]: the pages of each row, in order; s = n * page_size."""
     shared: Sequence[SharedPages] = ()
-    """Pages before those of block_table, read once for all their rows; lengths and positions leave them out."""
+    """Pages before block_table's, read once for all their rows; lengths and positions leave them out."""
     selected: Tensor | None = None
     """int32 [b, s_q, m]: the slots of its row that each query sees, each once; -1: none. Without positions."""
 

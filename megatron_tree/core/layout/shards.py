@@ -96,7 +96,7 @@ class Sharding:
 
     @property
     def rows(self) -> int:
-        """Rows in which a shard travels: those of the longest shard; shorter ones are padded."""
+        """Rows in which a shard travels: as many as the longest shard has; shorter ones are padded."""
         return max(shard_lengths(self.seq_len, self.world, self.layout))
 
     def segments(self, *holders: tuple[int, ...], skip: int | None = None) -> tuple[Segment, ...]:
@@ -105,7 +105,7 @@ class Sharding:
         return gathered_segments(shares, self.seq_len, self.world, self.layout, self.rows)
 
     def rows_of(self, holder: tuple[int, ...], *, at: int = 0) -> slice:
-        """Rows of this holder's shards among those of several holders, at index `at`. A single shard is not padded."""
+        """Rows of this holder's shards, at index `at` among several holders'. A single shard is not padded."""
         n = len(holder)
         lengths = shard_lengths(self.seq_len, self.world, self.layout)
         start = at * n * self.rows

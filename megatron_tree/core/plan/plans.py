@@ -58,7 +58,7 @@ class Arrangement(NamedTuple):
         return node * self.block + (i0 * self.inner[1] + j0) * u0 + w0
 
     def key_team_of(self, x: int) -> tuple[range, ...]:
-        """Positions that gather keys together with x: those of place i on all nodes, for every place i."""
+        """Positions that gather keys together with x: place i of all nodes, for every place i."""
         w, i, _ = self.coordinates(x)
         return self._line(self.position(w, i, (0, 0)), self.outer[1], self.inner[1], strides=(1, 1))
 

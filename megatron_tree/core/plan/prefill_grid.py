@@ -51,7 +51,7 @@ def chunk_sizes(
 def plan_prefill_grid(
     sizes: tuple[CallSizes | None, ...], *, num_heads_kv: int = 1, topology: Topology, placement: Placement
 ) -> PassPlan:
-    """The grid of a chunk, its nesting and its head chunks, chosen as those of `plan_training`.
+    """The grid of a chunk, its nesting and its head chunks, chosen as by `plan_training`.
 
     Ranks that share memory gather through it only if all of them do: there p x 1 or 1 x p is taken, whichever sends
     fewer bytes, unless another grid is the only one.

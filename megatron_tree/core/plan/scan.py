@@ -62,7 +62,7 @@ def plan_scan(
     placement: Placement,
     memory_budget: int | None = None,
 ) -> str:
-    """The schedule of a scan over `world` ranks, "gather" or "exchange"; the arguments are those of `ScanSizes`.
+    """The schedule of a scan over `world` ranks, "gather" or "exchange"; arguments as of `ScanSizes`.
 
     Args:
         topology, placement: the machine, and the group's ranks in it.

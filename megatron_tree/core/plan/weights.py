@@ -54,7 +54,7 @@ class PrefillSizes(NamedTuple):
 
 
 class PrefillPlan(NamedTuple):
-    """How the ranks run a chunk; bytes are those that one rank sends, without those of `tree_prefill` in both forms."""
+    """How the ranks run a chunk; bytes are what one rank sends, without what `tree_prefill` sends in both forms."""
 
     shares_tokens: bool
     """Every rank runs its tokens, else all tokens."""

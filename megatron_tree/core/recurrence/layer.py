@@ -194,7 +194,7 @@ OfRows = Callable[[Tensor], Tensor]
 def each(
     segments: Sequence[Segment], numbers: Sequence[int], run: Callable[[OfRows, list[int]], tuple[Tensor, ...]]
 ) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-    """(number, tensors [b, ...] that run(of_rows, numbers) gives) of some segments; those of one length run as one
+    """(number, tensors [b, ...] that run(of_rows, numbers) gives) of some segments; segments of one length run as one
     batch."""
     by_length: dict[int, list[int]] = {}
     for i in numbers:

@@ -93,7 +93,7 @@ def depending_on(x: Tensor, *others: Tensor) -> Tensor:
 
 
 Place = tuple[int, int]
-"""(rank, number of a segment among those of the rank)."""
+"""(rank, number of a segment among the rank's)."""
 
 
 Numbers = tuple[tuple[int, ...], ...]

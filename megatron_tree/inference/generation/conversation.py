@@ -100,7 +100,7 @@ def _timed(records: Sequence[_Record], start: float, begun: float) -> list[dict]
 class _Record:
     """An answer under way, on the leader.
 
-    Attributes: times: when each of its tokens was known; those of one step share its time.
+    Attributes: times: when each of its tokens was known; tokens of one step share its time.
     """
 
     def __init__(self, on_text: Callable[[str], None]):
@@ -149,7 +149,7 @@ class Conversation:
 
     It is a `Scheduler` with one request at a time.
 
-    end_tokens: those of the model. group: of all ranks, with the runner's rank 0, for messages of rank 0.
+    end_tokens: the model's. group: of all ranks, with the runner's rank 0, for messages of rank 0.
     timeout_s: limit of one broadcast. speculation: see `Scheduler`.
     """
 

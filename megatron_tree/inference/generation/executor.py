@@ -1,7 +1,7 @@
 """What the ranks do in a turn of continuous batching, and how each of them does it.
 
 Operations are JSON arrays: the name of a method of `Executor`, and what it takes. Rows are named by handles that the
-leader chose; those of kept rows are negative.
+leader chose; kept rows have negative ones.
 """
 
 from __future__ import annotations

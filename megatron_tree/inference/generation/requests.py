@@ -353,7 +353,7 @@ class ServedRequest:
         self.unfinished = [answer for answer in self.answers if not answer.finished]
 
     def named(self, tokens: list[int], first: int = 0) -> list[int]:
-        """Tokens of its rows from position `first` on, as they are compared with those of others."""
+        """Tokens of its rows from position `first` on, as they are compared with other requests' tokens."""
         return tokens if self.images is None else self.images.named(tokens, first)
 
     def has_row(self) -> None:

@@ -59,7 +59,7 @@ class TreePackedSeqParams(PackedSeqParams):
 
     def show_to(self, model_group: Any) -> None:
         """Give Megatron's rotary embedding a document over the ranks of the model's context parallelism, by which it
-        goes; those of the batch may be others."""
+        goes; the batch's boundaries may be others."""
         ranks, of_batch = comm.group_size(model_group), len(self.layout.shares)
         if ranks != of_batch:
             self._set_bounds(torch.tensor([0, ranks * self.layout.num_rows]).to(self.cu_seqlens_q))
@@ -159,7 +159,7 @@ def dispatch_batch(
 def _gathered(
     tensors: dict[str, Tensor], bounds: tuple[int, ...], group: Any
 ) -> tuple[dict[str, Tensor], tuple[int, ...]]:
-    """Tensors [..., 1, t] of packed documents and their boundaries: those of all ranks in a line. Collective."""
+    """Tensors [..., 1, t] of packed documents and their boundaries: of all ranks in a line. Collective."""
     ranks = comm.Ranks.of(group, next(iter(tensors.values())).device)
     with ranks.call("dispatch_batch") as call:
         for name, x in tensors.items():

@@ -87,7 +87,7 @@ def race_launches(cases: Iterable[KernelCase], dtype: torch.dtype) -> list[Launc
 
 
 def _launch(case: Training | Decoding | KernelCase, dtype: torch.dtype, kernel: str = "", tiles=None) -> None:
-    """kernel: runs with `tiles` instead of those of the table."""
+    """kernel: runs with `tiles` instead of the table's."""
     if isinstance(case, Training):
         run_training(case, training_inputs(case, dtype, META), "triton")
     elif isinstance(case, Decoding):

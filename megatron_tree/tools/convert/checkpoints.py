@@ -422,7 +422,7 @@ def parted(weight: Tensor, options: Mapping[str, Any], count: int) -> list[Tenso
 
 @torch.no_grad()
 def fill(model: torch.nn.Module, tensors: Mapping[str, Tensor], options: Mapping[str, Any]) -> None:
-    """Fill the parameters of a GPTModel with those of a Transformers model.
+    """Fill the parameters of a GPTModel from a Transformers model.
 
     Raises: ValueError for tensors that have no place in the model, or another shape.
     """

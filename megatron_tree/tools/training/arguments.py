@@ -67,7 +67,7 @@ NEW_MODEL: dict[str, Any] = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line. The defaults are those of a small model."""
+    """The command line. The defaults describe a small model."""
     description = "Train a small GPT with Megatron-core, the sequence sharded over ranks."
     parser = new_parser("megatron-tree train", description, EXAMPLES)
     switch = {"action": argparse.BooleanOptionalAction, "default": False}

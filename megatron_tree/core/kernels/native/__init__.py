@@ -138,7 +138,7 @@ def _strides(names: tuple[str, ...], strides: tuple[int, ...] | None, item: int)
 
 @functools.lru_cache
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """Threads of this process: those of a parent did not survive the fork."""
+    """Threads of this process: a parent's did not survive the fork."""
     return ThreadPoolExecutor(threads, thread_name_prefix="attn_decode")
 
 

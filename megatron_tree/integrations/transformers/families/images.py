@@ -327,7 +327,7 @@ def features_of_shard(compute: Callable, module, *args, **kwargs):
         return compute(*args, **kwargs)
     kwargs = {name: x for name, x in kwargs.items() if name not in ("sequence_shard", "num_items_in_batch")}
     is_token = shard.whole.inputs["input_ids"] == getattr(module.config, token)
-    number = (is_token.flatten().cumsum(0) - 1).view_as(is_token)  # of a token, among those of all images
+    number = (is_token.flatten().cumsum(0) - 1).view_as(is_token)  # of a token, among the tokens of all images
     chosen = shard.whole.share(number)[shard.whole.share(is_token)]
     arguments, num_tokens = inspect.signature(compute).bind(*args, **kwargs).arguments, int(is_token.sum())
     arguments |= arguments.pop("kwargs", {})

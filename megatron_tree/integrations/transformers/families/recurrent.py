@@ -123,7 +123,7 @@ class RecurrentLayer(LinearAttentionLayer):
         return {name: x for name, x in states.items() if x is not None}
 
     def replace(self, tensors: dict[str, Tensor]) -> None:
-        """Take these states, which models change in place; none: those of rows without tokens."""
+        """Take these states, which models change in place; none: the states of rows without tokens."""
         for i in range(self.number_of_states):
             conv = tensors.get(f"{self.layer_idx}.conv.{i}")
             recurrent = tensors.get(f"{self.layer_idx}.recurrent.{i}")

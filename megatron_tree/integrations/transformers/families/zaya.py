@@ -62,7 +62,7 @@ def cca_projection(
 
 def _projected(module: nn.Module, rows: Tensor, pos: int, earlier: Tensor | None) -> Tensor:
     """What the convolution sees before position pos, [b, c, n]: projections of the n rows there, and where the sequence
-    has not begun, those of a cache or 0 (not those of rows of 0)."""
+    has not begun, a cache's rows or 0 (not the projections of rows of 0)."""
     x = torch.cat((module.q_proj(rows), module.k_proj(rows)), -1).transpose(1, 2)
     missing = max(0, x.shape[-1] - pos)
     earlier = torch.zeros_like(x) if earlier is None else earlier

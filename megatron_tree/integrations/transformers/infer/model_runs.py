@@ -117,7 +117,7 @@ class ModelRuns:
         self.take_states([])
 
     def has_stored(self, slot: int | None) -> bool:
-        """Whether the present run has stored a layer's tokens; None: those of all layers."""
+        """Whether the present run has stored a layer's tokens; None: all layers' tokens."""
         done = len(self.forward.written) == self._num_attending
         return done or slot in self.forward.written
 

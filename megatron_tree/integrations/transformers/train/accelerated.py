@@ -182,7 +182,7 @@ def read_parallelism(given: ParallelismConfig | None, *, fsdp: bool) -> tuple[in
 
     Accelerate is told of data-parallel ranks alone, those that share a sequence among them: FSDP2 shards the weights
     over world / dp_replicate_size. given: None for the environment's (`accelerate launch --use_parallelism_config`).
-    Raises: ValueError for sizes that aren't those of the world, and tensor parallelism.
+    Raises: ValueError for sizes whose product is not the number of ranks, and tensor parallelism.
     """
     if given is None and launched_with("PARALLELISM_CONFIG"):
         given = ParallelismConfig()

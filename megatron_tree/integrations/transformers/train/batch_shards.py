@@ -240,7 +240,7 @@ def _checked(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, Tensor | 
     known = {*BATCH_KEYS, *TYPES, *OF_IMAGES, *(OF_FLASH if batch.get("position_ids") is not None else ())}
     types = batch.get("token_type_ids")
     if isinstance(types, Tensor) and types.any() and batch.get("pixel_values") is None:
-        known.remove("token_type_ids")  # not those of images
+        known.remove("token_type_ids")  # not the types of image tokens
     if unknown := sorted(set(batch) - known):
         names = ", ".join((*BATCH_KEYS, *OF_IMAGES, *TYPES))
         raise ValueError(f"batch has {unknown}: only {names} can be sharded; leave the others out")

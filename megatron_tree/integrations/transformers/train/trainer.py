@@ -202,7 +202,7 @@ class SequenceParallelMixin:
 
     def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch=None):
         """The loss of a batch that is equal on the ranks of a sequence group: the mean over all ranks' tokens or, with
-        average_tokens_across_devices=False, over those of the group."""
+        average_tokens_across_devices=False, over the group's ranks."""
         if self._of_trl is not None:
             with self._of_trl():
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
