@@ -25,12 +25,7 @@ from .cell import Cell, SelectedKeys, wire_dtype
 from .rows import TeamRows, VisibleRows
 from .tuning import Stopwatch, tuned_plan
 
-_LIKENESS = operator.attrgetter("shape", "dtype", "device")
-
-
-def likeness(x: Tensor | None) -> tuple | None:
-    """What a call's checks and plan depend on of a tensor."""
-    return None if x is None else _LIKENESS(x)
+LIKENESS = operator.attrgetter("shape", "dtype", "device")  # what checks and plans depend on of a tensor
 
 
 class Inputs(NamedTuple):
@@ -54,7 +49,9 @@ class Inputs(NamedTuple):
         """By which the planned call of a kind is found again, if calls that are alike are checked once."""
         if kind is None or ranks.config.check not in TRUSTING:
             return None
-        return ranks, *kind, *map(likeness, self[:4]), *self.derivatives.values()
+        q, k, v, sinks, _ = self
+        tensors = LIKENESS(q), LIKENESS(k), LIKENESS(v), None if sinks is None else LIKENESS(sinks)
+        return ranks, *kind, *tensors, *self.derivatives.values()
 
 
 @dataclass(frozen=True, kw_only=True)

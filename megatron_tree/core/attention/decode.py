@@ -27,7 +27,7 @@ from ..plan.cost import placed_topology
 from ..plan.decode import exchanges_queries, projects_first
 from ..spec import AttnSpec
 from .autograd import in_torch
-from .call import likeness
+from .call import LIKENESS
 from .shares import all_heads_of, check_head_shares, gather_heads, has_all_heads, slice_of
 from .tuning import Stopwatch, tuned_plan
 from .validate import (
@@ -179,7 +179,13 @@ def _key(q: Tensor, cache: KVCache, options: DecodeOptions, sinks, projection) -
     k, v, k_scale, v_scale, selected = *cache[:4], cache.selected
     tensors = (*cache[5:10], ranks, slopes)
     key = (
-        *map(likeness, (q, k, v, k_scale, v_scale, sinks, projection)),
+        LIKENESS(q),
+        LIKENESS(k),
+        None if v is None else LIKENESS(v),
+        None if k_scale is None else LIKENESS(k_scale),
+        None if v_scale is None else LIKENESS(v_scale),
+        None if sinks is None else LIKENESS(sinks),
+        None if projection is None else LIKENESS(projection),
         # each layer has its own, which may be of another length
         None if selected is None else (selected.shape[:2], selected.dtype, selected.device),
         *(cache.head_dim_v, scale, tuple(window_size), softcap, schedule),
