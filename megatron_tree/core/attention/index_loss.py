@@ -17,11 +17,11 @@ from torch import Tensor
 
 from .. import comm
 from ..config import TreeConfig
+from ..duals import goes_backward
 from ..kernels.index import index_scores, index_scores_bwd
 from ..layout import Layout, Segment, Sharding
 from ..merge import NEG_INF, SumReducer, state_dtype
 from ..spec import AttnSpec
-from .autograd import goes_backward
 from .selection import KeysInOrder, check_index, check_scale, sharding_of, strips
 from .sequences import layouts_of
 from .validate import check_heads, check_selected
