@@ -2,6 +2,7 @@
 
 - functional.py              public functions of training; decode.py, prefill.py: over a sharded KV cache
 - selection.py               the keys that an index selects, for `selected`, and the slots of a cache that it selects
+- index_loss.py              the loss that trains an index
 - sequences.py               cutting a sequence into shards and joining them
 - call.py                    one planned attention call
 - tuning.py                  repeated calls that measure their plans

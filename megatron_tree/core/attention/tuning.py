@@ -132,7 +132,7 @@ def _fastest(candidates: tuple[Plan, ...], run: Run, ranks: comm.Ranks) -> Plan:
     plan = _choice(candidates, seconds)
     if ranks.rank == 0:
         for candidate, of_passes in zip(candidates, seconds):
-            say_once(f"measured {_text(candidate, of_passes)}: {' | '.join(map(format_seconds, of_passes))}")
+            say_once(f"tried {_text(candidate, of_passes)}: {' | '.join(map(format_seconds, of_passes))}")
         say_once(f"from now on {_text(plan, seconds[0])}", about=f"from now on {seconds}")
     return plan
 
