@@ -180,11 +180,11 @@ def test_there_are_no_third_derivatives():
 
 @pytest.mark.parametrize("name", ["cudnn", "fa3"])
 def test_libraries_have_first_derivatives_only(name):
-    from megatron_tree.core.kernels import Backend
+    from megatron_tree.core.kernels.backends import NAMED, Backend
     from megatron_tree.core.kernels.libraries import LIBRARIES
 
     with pytest.raises(ValueError, match=f"backend='{name}' has first derivatives only"):
-        Backend(name, "", LIBRARIES[name]).for_duals(torch.bfloat16, 64)
+        Backend(name, NAMED, LIBRARIES[name]).for_duals(torch.bfloat16, 64)
 
 
 def _counted(call):

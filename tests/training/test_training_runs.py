@@ -148,9 +148,9 @@ def test_resumed_runs_go_on(runs):
     for name in ("tp2", "dp2"):
         assert_same(folder / name, expected)
         assert sorted(losses(folder / name)) == [3, 4]
-    assert outcomes["other model"] == "hidden_size=64, but the model to load has 32: leave it out"
-    assert "seed=8, but" in outcomes["other seed"]
-    assert "use_distributed_optimizer=True, but" in outcomes["optimizer"]
+    assert outcomes["other model"] == "--hidden-size 64, but the model to load has 32: leave it out"
+    assert "--seed 8, but" in outcomes["other seed"]
+    assert "--use-distributed-optimizer, but" in outcomes["optimizer"]
     assert "train_iters=2, but" in outcomes["done"] and "has already done 2" in outcomes["done"]
 
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from ..kernels import sum_rows
 from ..merge import State, pack_statistics, unpack_statistics
 from ..plan import Stages
-from .cell import Cell, Grads, Residuals, weights_of_sinks
-from .passes import HeadChunk
+from .cell import Cell, Grads, HeadChunk, Residuals, weights_of_sinks
 
 
 class GatherForward(Stages):

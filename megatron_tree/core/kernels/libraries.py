@@ -166,7 +166,7 @@ LIBRARIES = {
 def preferred(device: torch.device) -> tuple[str, ...]:
     """The libraries that are taken before our own kernels where nothing was measured: FlashAttention 3 or 4 where it is
     installed, and cuDNN, on sm_90 and sm_100."""
-    if device.type not in aten.GPUS or torch.version.hip:
+    if device.type not in aten.GPUS or torch.version.hip or (device.type == "cuda" and not torch.cuda.is_available()):
         return ()
     q, major = torch.empty(0, 1, 1, 16, device=device), torch.cuda.get_device_capability(device)[0]
     if major not in (9, 10):

@@ -221,11 +221,12 @@ def gathered(placed: PlacedTopology, share: float, *, exchanged: bool = False) -
 
 
 def exchanges_queries(placed: PlacedTopology, share: float) -> bool:
-    """Whether queries are gathered faster by an all-to-all than by a built-in all-gather, whose latencies add up.
+    """Whether queries are gathered as fast by an all-to-all, which needs no padding, as by a built-in all-gather, whose
+    latencies add up.
 
     share: bytes of a rank's queries. Other transports send to all ranks at once anyway.
     """
-    return not placed.direct and gathered(placed, share, exchanged=True)[0] < gathered(placed, share)[0]
+    return not placed.direct and gathered(placed, share, exchanged=True)[0] <= gathered(placed, share)[0]
 
 
 def gathered_queries(placed: PlacedTopology, share: float) -> tuple[float, float]:

@@ -15,6 +15,7 @@ import time
 
 import torch
 
+from ...core.files import whole_file
 from ...core.kernels import fastest
 from ..calibrate.kernel_cases import DTYPES, KernelCase, KernelTiming, WrongResult, fastest_backends, time_case
 from . import device_checks, overlap
@@ -230,7 +231,8 @@ def _finish(results: Results, gpu: bool, judge: bool) -> None:
         print(f"for backend='auto', in {path}: {backends}")
     if judge:
         said = verdict(results.rows, results.about)
-        (results.folder / "verdict.md").write_text(said + "\n")
+        with whole_file(results.folder / "verdict.md") as part:
+            part.write_text(said + "\n")
         print(f"\n{said}")
     title = ", ".join(f"{name} {results.about[name]}" for name in ("device", "dtype", "torch", "triton"))
     panels = [

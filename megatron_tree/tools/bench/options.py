@@ -22,7 +22,7 @@ EXAMPLES = {
   megatron-tree bench kernels --out docs/gpu-results/today --budget 540
   megatron-tree bench kernels --only correct decode --dtype fp16
   megatron-tree bench kernels --device cpu
-  python launch/gpu.py --rehearse
+  TRITON_INTERPRET=1 megatron-tree bench kernels --device cpu --dtype fp16      a rehearsal
 """,
     "decode": """\
   megatron-tree bench decode --ranks 4 --seq-len 16k
