@@ -28,6 +28,8 @@ typedef struct {
     int64_t task;
     int count, masked; /* masked: some query does not see some key */
     const char *k[KEYS], *v[KEYS], *k_scale[KEYS], *v_scale[KEYS]; /* of KV head 0 */
+    int64_t k_head, v_head; /* between heads */
+    char *copy; /* of keys and values that are no whole vectors, with zeros behind them; NULL: none */
     uint8_t *seen, *sees; /* [num_queries, KEYS], and [num_queries]: whether a query sees some key */
     float *gaps; /* [num_queries, KEYS]: between positions; for ALiBi */
 } Block;

@@ -1,104 +1,86 @@
 /* Decoding on a CPU: attention of few queries over a KV cache that is read once, dense or in pages, fp32 or narrower.
  *
- * A task is CHUNK slots of one row of the batch, with all its heads. It walks over blocks of KEYS visible keys, and
- * inside a block over the KV heads, so memory is read in its order; all query heads of a KV head and all queries share
- * what was read. Numbers are widened in registers, everything is summed in fp32. A task's state depends on nothing but
- * its slots: bits are the same for any batch and any number of threads. The numbers at the formulas are those of
- * docs/design.md, section 1.
+ * A task is CHUNK slots of one row of the batch, with all its heads. It walks over blocks of KEYS visible keys: scores,
+ * weights, values. Inside a block a piece of some keys is read at a time, in the order of memory, and up to ROWS query
+ * rows of a KV head share what was read in registers. Numbers are widened there, everything is summed in fp32. A task's
+ * state depends on nothing but its slots: bits are the same for any batch, pages and number of threads. The numbers at
+ * the formulas are those of docs/design.md, section 1.
  */
 #include "blocks.h"
 
-#define AHEAD 32 /* how many keys later what is fetched now will be read */
-#define ROWS 4  /* query rows that share what was read */
+#define ROWS 4         /* query rows that share what was read */
+#define TILE 8         /* the most keys or vectors of columns that rows meet at a time */
+#define PIECE 4096     /* bytes of a head's keys in a piece; TILE keys where the heads of a key lie together */
+#define AHEAD 4096     /* bytes from what is read to what is fetched */
+#define SHORT 128      /* bytes of a row */
+#if defined(__AVX512F__) || defined(__aarch64__)
+#define OF_32(yes, no) yes /* registers; others have 16 */
+#else
+#define OF_32(yes, no) no
+#endif
 
-/* Products of `rows` queries q [rows, d_padded] with WIDTH / rows keys from number j on: s [rows, KEYS]. */
-INLINE void score(const Call *c, const Block *b, int64_t n, int j, const float *q, int64_t d_padded, int rows, float *s)
+typedef struct { /* a task's memory; rows of the queries: KV head, query, head of the group; d and d_v: whole vectors */
+    int64_t rows, d, d_v, piece, ahead, inside; /* inside: the heads of a key lie together */
+    float *q, *acc, *s, *den, *top; /* den [.., WIDTH] */
+    const float *slopes;
+} Memory;
+
+/* Products of `rows` queries q [rows, d] with `keys` keys: s [rows, KEYS]. */
+INLINE void score(const Memory *m, const char *const *key, int64_t head, const float *q, int rows, int keys, float *s)
 {
-    const int keys = WIDTH / (rows == 3 ? 4 : rows);
-    const char *k[WIDTH];
-    for (int t = 0; t < keys; t++)
-        k[t] = b->k[j + t < b->count ? j + t : b->count - 1] + n * c->k_head;
-    vf sum[WIDTH] = {0};
-    int64_t i = 0, whole = c->d / WIDTH * WIDTH;
-    for (; i < whole; i += WIDTH) {
-        vf x[WIDTH];
-        for (int t = 0; t < keys; t++)
-            x[t] = widen(k[t] + i * SIZE);
+    const char *k[TILE];
+    vf sum[2 * TILE], y[ROWS];
+    float all[2 * TILE];
+    for (int t = 0; t < keys; t++) {
+        k[t] = key[t] + head;
+        vf x = widen(k[t]);
+        for (int r = 0; r < rows; r++)
+            sum[r * keys + t] = load(q + r * m->d) * x;
+    }
+    for (int64_t i = WIDTH; i < m->d; i += WIDTH) {
         for (int r = 0; r < rows; r++) {
-            vf y = load(q + r * d_padded + i);
-            for (int t = 0; t < keys; t++)
-                sum[r * keys + t] += y * x[t];
+            y[r] = load(q + r * m->d + i);
+            HOLD(y[r]);
         }
-    }
-    if (i < c->d)
         for (int t = 0; t < keys; t++) {
-            vf x = widen_some(k[t] + i * SIZE, c->d - i);
+            vf x = widen(k[t] + i * SIZE);
+            if (rows > 1)
+                HOLD(x);
             for (int r = 0; r < rows; r++)
-                sum[r * keys + t] += load(q + r * d_padded + i) * x;
-        }
-    vf all = sums(sum);
-    for (int r = 0; r < rows; r++)
-        memcpy(s + r * KEYS + j, (float *)&all + r * keys, keys * sizeof *s);
-}
-
-/* acc [rows, dv_padded] = acc * kept + p [rows, KEYS] times the block's values: `vectors` of them from column `from`;
- * where less than one is left, `some` columns. */
-INLINE void add_values(const Call *c, const Block *b, int64_t n, const float *p, const float *kept, int rows,
-                       int64_t dv_padded, float *acc, int64_t from, int vectors, int64_t some)
-{
-    vf sum[WIDTH];
-    for (int r = 0; r < rows; r++)
-        for (int t = 0; t < vectors; t++) {
-            memcpy(&sum[r * vectors + t], acc + r * dv_padded + from + t * WIDTH, sizeof(vf));
-            sum[r * vectors + t] *= kept[r];
-        }
-    for (int j = 0; j < b->count; j++) {
-        const char *v = b->v[j] + n * c->v_head + from * SIZE;
-        for (int t = 0; t < vectors; t++) {
-            vf x = some ? widen_some(v, some) : widen(v + t * WIDTH * SIZE);
-            for (int r = 0; r < rows; r++)
-                sum[r * vectors + t] += p[r * KEYS + j] * x;
+                sum[r * keys + t] += y[r] * x;
         }
     }
-    for (int r = 0; r < rows; r++)
-        for (int t = 0; t < vectors; t++)
-            memcpy(acc + r * dv_padded + from + t * WIDTH, &sum[r * vectors + t], sizeof(vf));
-}
-
-INLINE void add_columns(const Call *c, const Block *b, int64_t n, const float *p, const float *kept, int rows,
-                        int64_t dv_padded, float *acc)
-{
-    const int vectors = WIDTH / (rows == 3 ? 4 : rows == 1 ? 2 : rows);
-    int64_t from = 0;
-    for (; from + vectors * WIDTH <= c->d_v; from += vectors * WIDTH)
-        add_values(c, b, n, p, kept, rows, dv_padded, acc, from, vectors, 0);
-    for (; from + WIDTH <= c->d_v; from += WIDTH)
-        add_values(c, b, n, p, kept, rows, dv_padded, acc, from, 1, 0);
-    if (from < c->d_v)
-        add_values(c, b, n, p, kept, rows, dv_padded, acc, from, 1, c->d_v - from);
-}
-
-/* Functions of their own for 1 to ROWS rows: their sums stay in registers. */
-#define OF_ROWS(R)                                                                                                     \
-    static __attribute__((noinline)) void score_##R(const Call *c, const Block *b, int64_t n, int from, int to,        \
-                                                    const float *q, int64_t d_padded, float *s)                        \
-    {                                                                                                                  \
-        for (int j = from; j < to; j += WIDTH / (R == 3 ? 4 : R))                                                      \
-            score(c, b, n, j, q, d_padded, R, s);                                                                      \
-    }                                                                                                                  \
-    static __attribute__((noinline)) void add_##R(const Call *c, const Block *b, int64_t n, const float *p,            \
-                                                  const float *kept, int64_t dv_padded, float *acc)                    \
-    {                                                                                                                  \
-        add_columns(c, b, n, p, kept, R, dv_padded, acc);                                                              \
+    for (int t = 0; t < rows * keys; t += 4) {
+        v4 x = sums(sum[t], sum[t + 1], sum[t + 2], sum[t + 3]);
+        memcpy(all + t, &x, sizeof x);
     }
-OF_ROWS(1)
-OF_ROWS(2)
-OF_ROWS(3)
-OF_ROWS(4)
-static void (*const score_of[])(const Call *, const Block *, int64_t, int, int, const float *, int64_t, float *) = {
-    score_1, score_2, score_3, score_4};
-static void (*const add_of[])(const Call *, const Block *, int64_t, const float *, const float *, int64_t, float *) = {
-    add_1, add_2, add_3, add_4};
+    for (int r = 0; r < rows; r++)
+        memcpy(s + r * KEYS, all + r * keys, keys * sizeof *s);
+}
+
+/* acc [rows, d_v] += p [rows, KEYS] times `keys` values, from a column on `vectors` at a time. Returns what is left. */
+INLINE int64_t add(const Memory *m, const char *const *value, int keys, int64_t head, const float *p, int rows,
+                   int vectors, int64_t from, float *acc)
+{
+    vf sum[2 * TILE];
+    for (; from + vectors * WIDTH <= m->d_v; from += vectors * WIDTH) {
+        for (int r = 0; r < rows; r++)
+            for (int t = 0; t < vectors; t++)
+                sum[r * vectors + t] = load(acc + r * m->d_v + from + t * WIDTH);
+        for (int j = 0; j < keys; j++)
+            for (int t = 0; t < vectors; t++) {
+                vf x = widen(value[j] + head + (from + t * WIDTH) * SIZE);
+                if (rows > 1)
+                    HOLD(x);
+                for (int r = 0; r < rows; r++)
+                    sum[r * vectors + t] += p[r * KEYS + j] * x;
+            }
+        for (int r = 0; r < rows; r++)
+            for (int t = 0; t < vectors; t++)
+                store(acc + r * m->d_v + from + t * WIDTH, sum[r * vectors + t]);
+    }
+    return from;
+}
 
 /* How many rows from row i on share what is read; 0 if none of their queries sees a key of the block. */
 static int64_t rows_at(const Call *c, const Block *b, int64_t i, int64_t rows)
@@ -110,110 +92,148 @@ static int64_t rows_at(const Call *c, const Block *b, int64_t i, int64_t rows)
     return 0;
 }
 
-/* Scores of some keys of KV head n with all its rows. Their values come next, and keys AHEAD of them soon. */
-static void score_keys(const Call *c, const Block *b, const Block *next, int64_t n, int from, int to, const float *q,
-                       int64_t d_padded, int64_t rows, float *s)
+/* Numbers `from` to `to` - 1 of a block, KV head n: scores of its rows. Tiles fill the registers. */
+static void score_piece(const Call *c, const Block *b, const Memory *m, int64_t n, int from, int to)
 {
-    for (int j = from; j < to; j++) {
-        int at = j + AHEAD;
-        prefetch(b->v[j] + n * c->v_head, c->d_v * SIZE);
-        if (at < b->count)
-            prefetch(b->k[at] + n * c->k_head, c->d * SIZE);
-        else if (at - b->count < next->count)
-            prefetch(next->k[at - b->count] + n * c->k_head, c->d * SIZE);
+#define SCORE(R, KEYS_OF_TILE)                                                                                         \
+    if (some == R)                                                                                                     \
+        for (int j = from; j < to; j += KEYS_OF_TILE)                                                                  \
+            score(m, b->k + j, n * b->k_head, m->q + row * m->d, R, KEYS_OF_TILE, m->s + row * KEYS + j);
+    for (int64_t i = 0; i < m->rows; i += ROWS) {
+        int64_t some = rows_at(c, b, i, m->rows), row = n * m->rows + i;
+        SCORE(1, 8)
+        SCORE(2, OF_32(8, 4))
+        SCORE(3, 4)
+        SCORE(4, OF_32(4, 2))
     }
-    for (int64_t i = 0, some; i < rows; i += ROWS)
-        if ((some = rows_at(c, b, i, rows)))
-            score_of[some - 1](c, b, n, from, to, q + i * d_padded, d_padded, s + i * KEYS);
 }
 
-/* The scores s [KEYS] of a query's head become weights p (2); returns how much what came before still counts. */
-static float weights(const Call *c, const Block *b, const float *k_scale, const float *v_scale, int64_t query,
-                     float slope, float *s, float *top, float *den)
+static void add_piece(const Call *c, const Block *b, const Memory *m, int64_t n, int from, int to)
 {
+#define ADD(R, VECTORS)                                                                                                \
+    if (some == R)                                                                                                     \
+        at = add(m, b->v + from, to - from, n * b->v_head, m->s + row * KEYS + from, R, VECTORS, at,                   \
+                 m->acc + row * m->d_v);
+    for (int64_t i = 0; i < m->rows; i += ROWS) {
+        int64_t some = rows_at(c, b, i, m->rows), row = n * m->rows + i, at = 0;
+        ADD(1, 8) ADD(1, 4) ADD(1, 2) ADD(1, 1)
+        ADD(2, OF_32(8, 4)) ADD(2, 4) ADD(2, 2) ADD(2, 1)
+        ADD(3, 4) ADD(3, 2) ADD(3, 1)
+        ADD(4, OF_32(4, 2)) ADD(4, 2) ADD(4, 1)
+    }
+}
+
+/* The scores s [KEYS] of row i of KV head n become weights p (2), and what came before is scaled. */
+static void weigh(const Call *c, const Block *b, const Memory *m, const float *k_scale, const float *v_scale, int64_t n,
+                  int64_t i)
+{
+    int64_t group = c->heads / c->kv_heads, query = i / group, row = n * m->rows + i;
     const uint8_t *seen = b->seen + query * KEYS;
-    float scale = c->scale, cap = c->softcap, largest = *top, lanes[WIDTH], before = *top;
+    float *s = m->s + row * KEYS, *acc = m->acc + row * m->d_v, before = m->top[row], cap = c->softcap;
+    float slope = m->slopes ? m->slopes[n * group + i % group] : 0;
     int padded = (b->count + WIDTH - 1) / WIDTH * WIDTH;
-    vf x, y, most = (vf){0} + largest, total = {0};
+    vf most = (vf){0} + before, total = {0};
     for (int j = 0; j < padded; j += WIDTH) {
-        x = load(s + j) * scale;
+        vf x = load(s + j);
         if (c->k_scale)
             x *= load(k_scale + j);
         if (cap > 0)
             x = cap * vtanh(x * (1 / cap));
         if (slope != 0)
             x -= slope * load(b->gaps + query * KEYS + j);
-        memcpy(s + j, &x, sizeof x);
-        if (b->masked)
-            for (int t = j; t < j + WIDTH; t++)
-                s[t] = seen[t] ? s[t] : -INFINITY;
+        store(s + j, x);
+        for (int t = j; b->masked && t < j + WIDTH; t++)
+            s[t] = seen[t] ? s[t] : -INFINITY;
         for (int t = b->count; t < j + WIDTH; t++)
             s[t] = -INFINITY;
-        memcpy(&x, s + j, sizeof x);
-        most = select_((x > most) | (x != x), x, most); /* NaN stays */
+        x = load(s + j);
+        most = select_(most > x, most, x);
     }
-    memcpy(lanes, &most, sizeof lanes);
-    for (int t = 0; t < WIDTH; t++)
-        largest = lanes[t] > largest || lanes[t] != lanes[t] ? lanes[t] : largest;
+    float largest = maximum(most);
+    for (int j = 0; largest == -INFINITY && j < b->count; j++)
+        largest = s[j] != s[j] ? s[j] : largest; /* NaN alone */
     if (largest == -INFINITY) {
         memset(s, 0, padded * sizeof *s);
-        return 1;
+        return;
     }
     for (int j = 0; j < padded; j += WIDTH) {
-        memcpy(&x, s + j, sizeof x);
-        x = vexp(x - largest);
+        vf x = vexp(load(s + j) - largest);
         total += x;
-        if (c->v_scale) {
-            memcpy(&y, v_scale + j, sizeof y);
-            x *= y;
-        }
-        memcpy(s + j, &x, sizeof x);
+        store(s + j, c->v_scale ? x * load(v_scale + j) : x);
     }
-    memcpy(lanes, &total, sizeof lanes);
-    for (int half = WIDTH / 2; half; half /= 2)
-        for (int t = 0; t < half; t++)
-            lanes[t] += lanes[t + half];
-    float kept = expf(before - largest);
-    *top = largest;
-    *den = *den * kept + lanes[0];
-    return kept;
+    if (largest != before) {
+        float kept = expf(before - largest);
+        store(m->den + row * WIDTH, load(m->den + row * WIDTH) * kept);
+        for (int64_t t = 0; t < m->d_v; t += WIDTH)
+            store(acc + t, load(acc + t) * kept);
+    }
+    m->top[row] = largest;
+    store(m->den + row * WIDTH, load(m->den + row * WIDTH) + total);
 }
 
-typedef struct { /* a task's memory; rows of the queries: KV head, query, head of the group */
-    float *q, *acc, *top, *den, *s;
-    const float *slopes;
-} Memory;
-
-static void attend_block(const Call *c, const Block *b, const Block *next, const Memory *m, int64_t rows,
-                         int64_t d_padded, int64_t dv_padded)
+/* What will be read AHEAD of number j of KV head n: keys, then values, then the next block's keys. Of short rows this
+ * head fetches its share of the keys, with all heads. Inline: gcc drops calls of a function that only fetches. */
+INLINE void fetch(const Call *c, const Block *b, const Block *next, const Memory *m, int values, int64_t n, int64_t j)
 {
-    int64_t group = c->heads / c->kv_heads;
-    int64_t pieces = (b->count + WIDTH - 1) / WIDTH, heads_inside = c->k_head < c->k_slot;
-    for (int64_t i = 0; i < pieces * c->kv_heads; i++) { /* WIDTH keys of one head at a time, in the order of memory */
-        int64_t n = heads_inside ? i % c->kv_heads : i / pieces;
-        int64_t j = (heads_inside ? i / c->kv_heads : i % pieces) * WIDTH;
-        int64_t end = j + WIDTH < b->count ? j + WIDTH : b->count;
-        score_keys(c, b, next, n, j, end, m->q + n * rows * d_padded, d_padded, rows, m->s + n * rows * KEYS);
+    int64_t at = j + m->ahead, end = (b->count + m->piece - 1) / m->piece * m->piece;
+    if (at >= end) {
+        at -= end;
+        if (m->inside || ++n == c->kv_heads)
+            n = m->inside ? n : 0, b = values ? next : b, values = !values;
     }
-    for (int64_t n = 0; n < c->kv_heads; n++) {
-        float k_scale[KEYS], v_scale[KEYS];
-        for (int j = 0; c->k_scale && j < KEYS; j++) {
-            int at = j < b->count ? j : b->count - 1;
-            memcpy(k_scale + j, b->k_scale[at] + n * c->ks_head, sizeof *k_scale);
-            memcpy(v_scale + j, b->v_scale[at] + n * c->vs_head, sizeof *v_scale);
-        }
-        for (int64_t i = 0, some; i < rows; i += ROWS) {
-            if (!(some = rows_at(c, b, i, rows)))
-                continue; /* their states stay */
-            int64_t first = n * rows + i;
-            float kept[ROWS], *s = m->s + first * KEYS;
-            for (int64_t r = 0; r < some; r++)
-                kept[r] = weights(c, b, k_scale, v_scale, (i + r) / group,
-                                  m->slopes ? m->slopes[n * group + (i + r) % group] : 0, s + r * KEYS,
-                                  m->top + first + r, m->den + first + r);
-            add_of[some - 1](c, b, n, s, kept, dv_padded, m->acc + first * dv_padded);
+    int64_t bytes = (values ? m->d_v : m->d) * SIZE, keys = b->count - at < m->piece ? b->count - at : m->piece;
+    int64_t to = at + keys;
+    if (m->inside && bytes <= SHORT) {
+        to = at + keys * (n + 1) / c->kv_heads, at += keys * n / c->kv_heads;
+        bytes *= c->kv_heads, n = 0;
+    }
+    for (; at < to; at++)
+        prefetch((values ? b->v : b->k)[at] + n * (values ? b->v_head : b->k_head), bytes);
+}
+
+static void attend_block(const Call *c, const Block *b, const Block *next, const Memory *m)
+{
+    int64_t heads = c->kv_heads, pieces = (b->count + m->piece - 1) / m->piece, inside = m->inside;
+    for (int values = 0; values < 2; values++) {
+        for (int64_t outer = 0; outer < (inside ? pieces : heads); outer++)
+            for (int64_t inner = 0; inner < (inside ? heads : pieces); inner++) {
+                int64_t n = inside ? inner : outer, j = (inside ? outer : inner) * m->piece, end = j + m->piece;
+                fetch(c, b, next, m, values, n, j);
+                (values ? add_piece : score_piece)(c, b, m, n, j, end < b->count ? end : b->count);
+            }
+        for (int64_t n = 0; n < heads && !values; n++) {
+            float k_scale[KEYS], v_scale[KEYS];
+            for (int j = 0; c->k_scale && j < KEYS; j++) {
+                int at = j < b->count ? j : b->count - 1;
+                memcpy(k_scale + j, b->k_scale[at] + n * c->ks_head, sizeof *k_scale);
+                memcpy(v_scale + j, b->v_scale[at] + n * c->vs_head, sizeof *v_scale);
+            }
+            for (int64_t i = 0; i < m->rows; i++)
+                if (b->sees[i / (c->heads / heads)]) /* else its state stays */
+                    weigh(c, b, m, k_scale, v_scale, n, i);
         }
     }
+}
+
+INLINE int64_t whole(int64_t d) { return (d + WIDTH - 1) / WIDTH * WIDTH; }
+
+/* A block for whole tiles of whole vectors: its last key is named again, rows of other lengths are copied. */
+static void make_whole(const Call *c, Block *b)
+{
+    int64_t d = whole(c->d) * SIZE, d_v = whole(c->d_v) * SIZE;
+    char *to = b->copy;
+    for (int j = 0; to && j < b->count; j++) {
+        const char *k = b->k[j], *v = b->v[j];
+        b->k[j] = to, b->v[j] = to + c->kv_heads * d;
+        for (int64_t n = 0; n < c->kv_heads; n++) {
+            memcpy(to + n * d, k + n * c->k_head, c->d * SIZE);
+            memcpy(to + c->kv_heads * d + n * d_v, v + n * c->v_head, c->d_v * SIZE);
+        }
+        to += c->kv_heads * (d + d_v);
+    }
+    b->k_head = to ? d : c->k_head, b->v_head = to ? d_v : c->v_head;
+    for (int j = b->count; j % TILE; j++)
+        b->k[j] = b->k[b->count - 1];
 }
 
 typedef struct { /* where the next block begins: in a task, from a slot on */
@@ -229,8 +249,10 @@ static void fill_next(const Call *c, Block *b, Place *at, int64_t last)
         b->task = at->task;
         (c->selected ? fill_selected : fill)(c, b, row, &slot, end < length ? end : length);
         at->slot = slot - from;
-        if (b->count)
+        if (b->count) {
+            make_whole(c, b);
             return;
+        }
     }
 }
 
@@ -239,46 +261,55 @@ static void fill_next(const Call *c, Block *b, Place *at, int64_t last)
 int decode_tasks(const Call *c, int64_t first, int64_t last)
 {
     int64_t group = c->heads / c->kv_heads, n = c->num_queries, rows = group * n, all = c->kv_heads * rows;
-    int64_t d_padded = (c->d + WIDTH - 1) / WIDTH * WIDTH, dv_padded = (c->d_v + WIDTH - 1) / WIDTH * WIDTH;
-    int64_t pairs = KEYS * n;
-    float *floats = calloc(all * (d_padded + dv_padded + 2 + KEYS) + 2 * pairs + 1, sizeof *floats);
-    uint8_t *seen = malloc(2 * (pairs + n) + 1), *sees = seen + 2 * pairs;
-    if (!floats || !seen) {
-        free(floats), free(seen);
+    Memory m = {.rows = rows, .d = whole(c->d), .d_v = whole(c->d_v), .inside = c->k_head < c->k_slot};
+    int64_t pairs = KEYS * n, bytes = m.d * SIZE, keys = PIECE / bytes / TILE * TILE;
+    m.piece = m.inside || keys < TILE ? TILE : keys > KEYS / 2 ? KEYS / 2 : keys;
+    keys = (AHEAD / (bytes * (m.inside ? c->kv_heads : 1)) / m.piece + 1) * m.piece;
+    m.ahead = keys > KEYS / 2 ? KEYS / 2 : keys;
+    int64_t copied = m.d == c->d && m.d_v == c->d_v ? 0 : KEYS * c->kv_heads * (m.d + m.d_v) * SIZE;
+    int64_t floats = all * (m.d + m.d_v + KEYS + WIDTH + 1) + 2 * pairs, size = 4 * floats + 2 * (copied + pairs + n);
+    char *memory = aligned_alloc(64, (size + 63) / 64 * 64);
+    if (!memory)
         return 1;
-    }
-    Memory m = {floats, floats + all * d_padded};
-    m.top = m.acc + all * dv_padded, m.den = m.top + all, m.s = m.den + all;
-    float *gaps = m.s + all * KEYS;
-    Block blocks[2] = {{.seen = seen, .sees = sees, .gaps = gaps},
+    memset(memory, 0, size);
+    m.q = (float *)memory, m.acc = m.q + all * m.d, m.s = m.acc + all * m.d_v, m.den = m.s + all * KEYS;
+    m.top = m.den + all * WIDTH;
+    float *gaps = m.top + all;
+    char *copy = (char *)(gaps + 2 * pairs);
+    uint8_t *seen = (uint8_t *)copy + 2 * copied, *sees = seen + 2 * pairs;
+    Block blocks[2] = {{.seen = seen, .sees = sees, .gaps = gaps, .copy = copied ? copy : NULL},
                        {.seen = seen + pairs, .sees = sees + n, .gaps = gaps + pairs}};
+    blocks[1].copy = copied ? copy + copied : NULL;
     Block *b = blocks, *next = blocks + 1;
     Place at = {first, 0};
     fill_next(c, b, &at, last);
     for (int64_t task = first; task < last; task++) {
         int64_t row = task / c->num_chunks;
         m.slopes = c->slopes ? c->slopes + row * c->slopes_row : NULL;
-        memset(m.acc, 0, all * dv_padded * sizeof *m.acc);
+        memset(m.acc, 0, all * m.d_v * sizeof *m.acc);
+        memset(m.den, 0, all * WIDTH * sizeof *m.den);
         for (int64_t i = 0; i < all; i++) {
             int64_t token = i % rows / group, head = i / rows * group + i % group;
             const float *q = c->q + row * c->q_row + token * c->q_token + head * c->q_head;
-            memcpy(m.q + i * d_padded, q, c->d * sizeof *m.q);
-            m.top[i] = -INFINITY, m.den[i] = 0;
+            for (int64_t t = 0; t < c->d; t++)
+                m.q[i * m.d + t] = q[t] * (float)c->scale;
+            m.top[i] = -INFINITY;
         }
         while (b->count && b->task == task) {
             fill_next(c, next, &at, last);
-            attend_block(c, b, next, &m, rows, d_padded, dv_padded);
+            attend_block(c, b, next, &m);
             Block *done = b;
             b = next, next = done;
         }
         for (int64_t i = 0; i < all; i++) {
-            float *part = c->parts + (task * all + i) * (c->d_v + 2);
-            memcpy(part, m.acc + i * dv_padded, c->d_v * sizeof *part);
-            part[c->d_v] = m.top[i];
-            part[c->d_v + 1] = m.den[i];
+            float *part = c->parts + (task * all + i) * (c->d_v + 2), den = 0;
+            memcpy(part, m.acc + i * m.d_v, c->d_v * sizeof *part);
+            for (int t = 0; t < WIDTH; t++)
+                den += m.den[i * WIDTH + t];
+            part[c->d_v] = m.top[i], part[c->d_v + 1] = den;
         }
     }
-    free(floats), free(seen);
+    free(memory);
     return 0;
 }
 

@@ -1,4 +1,4 @@
-/* Vectors of floats: loads of TYPE that widen, exp and tanh, and sums. Any processor; gcc or clang. */
+/* Vectors of floats: loads of TYPE that widen, exp and tanh, sums and maxima. Any processor; gcc or clang. */
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -9,8 +9,15 @@
 
 #ifdef __AVX512F__
 #define WIDTH 16 /* floats of a vector */
-#else
+#elif defined(__AVX2__)
 #define WIDTH 8
+#else
+#define WIDTH 4
+#endif
+#ifdef __x86_64__
+#define HOLD(x) __asm__("" : "+v"(x)) /* in a register: else gcc reads it again for every product */
+#else
+#define HOLD(x)
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
@@ -24,12 +31,9 @@ enum { F32, BF16, F16, I8, E4M3 };
 #endif
 enum { SIZE = TYPE == F32 ? 4 : TYPE <= F16 ? 2 : 1 };
 
-INLINE vf load(const float *p)
-{
-    vf x;
-    memcpy(&x, p, sizeof x);
-    return x;
-}
+typedef float vf_anywhere __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+INLINE vf load(const float *p) { return *(const vf_anywhere *)p; }
+INLINE void store(float *p, vf x) { *(vf_anywhere *)p = x; }
 
 /* WIDTH integers of 16 or 8 bits, widened: compilers make single loads of a vector conversion only since lately. */
 #if defined(__AVX512F__)
@@ -44,21 +48,18 @@ INLINE vi from_i8(const char *p) { return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi
 #define FROM(name, type, vector)                                                                                       \
     INLINE vector name(const char *p)                                                                                  \
     {                                                                                                                  \
-        type small[WIDTH];                                                                                             \
-        vector x;                                                                                                      \
-        memcpy(small, p, sizeof small);                                                                                \
-        for (int i = 0; i < WIDTH; i++)                                                                                \
-            x[i] = small[i];                                                                                           \
-        return x;                                                                                                      \
+        type __attribute__((vector_size(WIDTH * sizeof(type)))) x;                                                     \
+        memcpy(&x, p, sizeof x);                                                                                       \
+        return __builtin_convertvector(x, vector);                                                                     \
     }
 FROM(from_u16, uint16_t, vu)
 FROM(from_u8, uint8_t, vu)
 FROM(from_i8, int8_t, vi)
 #endif
 
-#ifdef COUNT_READS /* a test's: how many times WIDTH numbers of the cache were read */
+#ifdef COUNT_READS /* a test's: how many numbers of the cache were read */
 int64_t reads;
-#define COUNT reads++
+#define COUNT reads += WIDTH
 #else
 #define COUNT
 #endif
@@ -78,15 +79,14 @@ INLINE vf widen(const char *p)
         vf x = (vf)((bits & 0x80) << 24 | magnitude << 20) * 0x1p120f; /* exponents are offset by 7, not by 127 */
         return (vf)((vu)x | (vu)(magnitude == 0x7f)); /* NaN */
     }
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(__F16C__)
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#endif
     vu bits = from_u16(p);
     vf x = (vf)((bits & 0x8000) << 16 | (bits & 0x7fff) << 13) * 0x1p112f; /* offset by 15 */
     return (vf)((vu)x | ((vu)((bits & 0x7c00) == 0x7c00) & 0x7f800000)); /* infinity, NaN */
-}
-
-INLINE vf widen_some(const char *p, int64_t n) /* where fewer than WIDTH are left */
-{
-    char some[4 * WIDTH] = {0};
-    return widen(memcpy(some, p, n * SIZE));
 }
 
 INLINE void prefetch(const char *p, int64_t bytes)
@@ -100,10 +100,10 @@ INLINE vf select_(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)
 /* exp(x) = 2^n (1 + q): returns q = exp(r) - 1 by its series, and 2^n; x within +-87. */
 INLINE vf reduced(vf x, vf *power)
 {
-    vf n = x * 1.44269504088896f;
-    n = (n + 12582912.0f) - 12582912.0f; /* to the nearest integer: 1.5 * 2^23 has no digits behind the point */
+    vf shifted = x * 1.44269504088896f + 12582912.0f; /* 1.5 * 2^23 has no digits behind the point: n is in the last */
+    vf n = shifted - 12582912.0f;
     vf r = x - n * 0.693145751953125f - n * 1.42860682030941723e-6f; /* ln 2, the first part exact times n */
-    *power = (vf)((__builtin_convertvector(n, vi) + 127) << 23);
+    *power = (vf)(((vu)shifted + 127) << 23);
     vf series = 1.0f / 720 + r * (1.0f / 5040);
     series = 1.0f / 24 + r * (1.0f / 120 + r * series);
     return r + r * r * (0.5f + r * (1.0f / 6 + r * series));
@@ -111,10 +111,8 @@ INLINE vf reduced(vf x, vf *power)
 
 INLINE vf vexp(vf x) /* x <= 0, or -infinity */
 {
-    vi low = x < -87.0f;
-    vf power, q = reduced(select_(low, (vf){0}, x), &power);
-    q = power + power * q;
-    return (vf)((vi)q & ~low);
+    vf power, q = reduced(x, &power);
+    return (vf)((vi)(power + power * q) & ~(x < -87.0f));
 }
 
 INLINE vf vtanh(vf x)
@@ -133,28 +131,39 @@ INLINE vf vtanh(vf x)
 #define PICK(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
 #endif
 
-/* The sum of each of WIDTH vectors: halves of two are added side by side, until one vector is left. */
-INLINE vf sums(vf x[WIDTH])
-{
-#if WIDTH == 16
-    for (int i = 0; i < 8; i++)
-        x[i] = PICK(x[2 * i], x[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-               PICK(x[2 * i], x[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    for (int i = 0; i < 4; i++)
-        x[i] = PICK(x[2 * i], x[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-               PICK(x[2 * i], x[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-    for (int i = 0; i < 2; i++)
-        x[i] = PICK(x[2 * i], x[2 * i + 1], 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
-               PICK(x[2 * i], x[2 * i + 1], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
-    return PICK(x[0], x[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-           PICK(x[0], x[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#define FOUR(i, a, b, c, d) a + i, b + i, c + i, d + i
+#if WIDTH == 16 /* the same in each four lanes */
+#define EACH(...) FOUR(0, __VA_ARGS__), FOUR(4, __VA_ARGS__), FOUR(8, __VA_ARGS__), FOUR(12, __VA_ARGS__)
+#elif WIDTH == 8
+#define EACH(...) FOUR(0, __VA_ARGS__), FOUR(4, __VA_ARGS__)
 #else
-    for (int i = 0; i < 4; i++)
-        x[i] = PICK(x[2 * i], x[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11) +
-               PICK(x[2 * i], x[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15);
-    for (int i = 0; i < 2; i++)
-        x[i] = PICK(x[2 * i], x[2 * i + 1], 0, 1, 4, 5, 8, 9, 12, 13) +
-               PICK(x[2 * i], x[2 * i + 1], 2, 3, 6, 7, 10, 11, 14, 15);
-    return PICK(x[0], x[1], 0, 2, 4, 6, 8, 10, 12, 14) + PICK(x[0], x[1], 1, 3, 5, 7, 9, 11, 13, 15);
+#define EACH(...) FOUR(0, __VA_ARGS__)
 #endif
+typedef float v4 __attribute__((vector_size(16)));
+
+INLINE vf pairs(vf x, vf y) /* of each four lanes: x0 + x2, y0 + y2, x1 + x3, y1 + y3 */
+{
+    return PICK(x, y, EACH(0, WIDTH, 1, WIDTH + 1)) + PICK(x, y, EACH(2, WIDTH + 2, 3, WIDTH + 3));
+}
+
+INLINE v4 sums(vf a, vf b, vf c, vf d) /* of the lanes of four vectors */
+{
+    vf x = pairs(a, b), y = pairs(c, d);
+    v4 part[WIDTH / 4];
+    x = PICK(x, y, EACH(0, 1, WIDTH, WIDTH + 1)) + PICK(x, y, EACH(2, 3, WIDTH + 2, WIDTH + 3));
+    memcpy(part, &x, sizeof x);
+    for (int half = WIDTH / 8; half; half /= 2)
+        for (int i = 0; i < half; i++)
+            part[i] += part[i + half];
+    return part[0];
+}
+
+INLINE float maximum(vf x)
+{
+    float lanes[WIDTH];
+    store(lanes, x);
+    for (int half = WIDTH / 2; half; half /= 2)
+        for (int i = 0; i < half; i++)
+            lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
+    return lanes[0];
 }
