@@ -96,7 +96,7 @@ def rehearse(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Planne
 def forward_exchanged(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: PlannedAttention, with_lse: bool
 ) -> tuple[Tensor, Tensor | None, Residuals]:
-    """As `forward`; what the backward_exchanged needs is of the heads that this rank has after the exchange."""
+    """As `forward`; what the backward needs is of the heads that this rank has after the exchange."""
     run = _Pass(call, call.plan.forward)
     chunks = [_ForwardChunk(run, chunk, q, k, v, sinks, with_lse) for chunk in run.chunks]
     run_stages(chunks)

@@ -1,6 +1,10 @@
 """What ranks have of the heads and of the tokens of a call over a cache, where they split the weights.
 
 Head shares: how many query heads each rank has. Token shares: which new tokens each rank runs, as runs of positions.
+
+N ranks are K head groups, in rank order, whose caches share the tokens in the same way. The K ranks at one place of
+their head groups hold the same tokens, each some of the heads. In a prefill each runs 1/K of these tokens with all
+heads; before attention it sends the others their heads, and afterwards the results come back (`HeadsForTokens`).
 """
 
 from __future__ import annotations

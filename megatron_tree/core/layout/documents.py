@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 class ReadOnce:
-    """What `read(x, *arguments)` returns of tensors, until they change. Tensors of inference mode don't count their
+    """What `read(x, *arguments)` returns of tensors, until they change: a host that reads values stalls an accelerator.
+    Tensors of inference mode don't count their
     changes: they are read every time."""
 
     def __init__(self, read: Callable[..., Any]):

@@ -2,7 +2,7 @@
 
 Times within 1 % of it count as equal. Then the baselines (the ring, the paper's all-reduces) come last, and the
 candidate wins that sends the fewest bytes over the outermost level, then the fewest bytes overall, then the simpler
-one.
+one. `alternatives` are plans that would be chosen if the network were another than assumed: what is worth a try.
 """
 
 from __future__ import annotations

@@ -1,6 +1,16 @@
 """The predicted cost of one decode step: a rank's attention over its shard, then one reduction of the partial states.
 
 A state is rows x (d_v + 1) fp32. Receives are posted before the local attention, so an exchange takes one latency.
+
+`plan_select`: how the ranks find the k best keys of every query. They merge lists of k entries of 8 bytes, as partial
+results, or find the k-th score ("counts"): every round counts the keys by the next bits of their scores' 32, in so many
+words of 4 bytes, and sums that over the ranks. More bits a round are fewer rounds, of more bytes. Of p ranks one sends,
+for each query,
+
+    allgather    8 k (p - 1)                  butterfly    8 k log2 p
+    scatter      16 k (p - 1) / p             counts       4 * 2^bits * ceil(32 / bits), times p - 1 or 2 (p - 1) / p
+
+bytes; counts of as many rounds again follow if more keys have the k-th score than are selected.
 """
 
 from __future__ import annotations

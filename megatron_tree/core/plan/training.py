@@ -2,7 +2,8 @@
 
 A team that gathers keys or queries has outer x inner positions. A gather first goes across nodes (one shard to each of
 outer - 1 peers), then inside the node (outer shards to each of inner - 1 peers); a reduce-scatter runs in reverse. An
-exchange of heads sends a part of a shard to each other rank of its team at once.
+exchange of heads sends a part of a shard to each other rank of its team at once. In the cast every rank is sent only
+the keys that its queries can see.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""`tree_scan`: the exclusive scan of affine maps in the order of positions."""
+"""`tree_scan`: the exclusive scan of affine maps in the order of positions.
+
+Before it stand what all of recurrence/ uses: rows sent to ranks and back, differentiable (`exchange`: the only
+communication here), and every document's segments over all ranks (`Chains`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The messages of a chat: what OpenAI's clients send, in the form that chat templates take."""
+"""The messages of a chat: what OpenAI's clients send, in the form that chat templates take; and their images, from data
+URLs and files to what the model takes, by the model's own processor."""
 
 from __future__ import annotations
 

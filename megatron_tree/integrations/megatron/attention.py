@@ -312,7 +312,9 @@ def _documents(lengths: tuple[int, ...], padded: int) -> tuple[list[int], list[i
     return [0, *itertools.accumulate(lengths)], [padded * i for i in range(len(lengths) + 1)]
 
 
-# Megatron's attention masks, reduced to what tree attention needs to know of them
+# Megatron's attention masks, reduced to what tree attention needs to know of them. Core attention gets boolean tensors,
+# True = hidden. A mask must be causal, or hide padding at the end of rows, or both: then the lengths of the rows
+# describe it. All layers get the same tensor, so it is read once.
 
 
 # whether the kernels apply the causal mask; with `arbitrary` the mask itself decides

@@ -414,7 +414,9 @@ def normed_input(projection: nn.Module, x: Tensor, config: Any) -> Tensor:
     return F.layer_norm(x, weight.shape, weight, bias, config.layernorm_epsilon)
 
 
-# mixers with a recurrent state: their kernels, and what Megatron checks of them under context parallelism
+# Mixers with a recurrent state: their kernels, and what Megatron checks of them under context parallelism. Megatron
+# computes a gated delta net in one forward, which gated_delta_net.py writes anew. Mamba's convolution and scan have
+# methods of their own, which mamba.py replaces. Both were read in the releases of `READ`.
 
 
 READ = ("0.16", "0.17", "0.18", "0.19")
@@ -564,7 +566,10 @@ def checked_without_exchange(post_init: Callable[[Any], None]) -> Callable[[Any]
     return checked
 
 
-# layers whose queries select keys by an index: DSA (`experimental_attention_variant='dsa'`)
+# Layers whose queries select keys by an index: DSA (`experimental_attention_variant="dsa"`). Its indexer projects
+# tokens to index queries, weights and index keys; then it scores all keys of the rank. Ours takes what it has
+# projected. It was read in the releases of `DSA_READ`: 0.16 has no method that ends there; from 0.19 on the layer takes
+# the latents of MLA without their up-projection, and sums the indexer's loss where losses are per token.
 
 
 DSA_READ = ("0.16", "0.17", "0.18", "0.19", "0.20")

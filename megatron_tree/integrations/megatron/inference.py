@@ -309,7 +309,10 @@ def _share_weights(
     return group, (config.num_attention_heads // tp,) * (tp // groups), gathering
 
 
-# multi-latent attention: core attention gets latents instead of keys and values
+# Multi-latent attention: core attention gets latents instead of keys and values. Megatron's layer passes latents to an
+# up-projection, which makes the keys and values of its heads. While the model is served the up-projection keeps its
+# input; core attention takes that and the rotary part of the keys, and reads the cache with the up-projection's weight
+# (cache/latent.py).
 
 
 class Latents(NamedTuple):
@@ -339,7 +342,10 @@ def _hand_on(layer: Any, up: Any, forward, latents: Tensor, *args, **kwargs):
     return unread, None
 
 
-# more tensor-parallel ranks than KV heads
+# More tensor-parallel ranks than KV heads: several ranks hold one KV head's projection. Megatron's layer gathers all
+# heads' projections on all ranks and keeps the queries of local heads, which attention over the cache would gather
+# again. While the model is served, only the ranks that have the same KV head gather, and each keeps all queries of that
+# head.
 
 
 def gather_projections_once(model: Any) -> None:

@@ -3,6 +3,13 @@ every result is checked.
 
 All ranks of a run are forked from one process on one machine. So they share a clock, and they synchronize through
 shared memory, which leaves the network to what is measured.
+
+`Accelerator` is an emulated one: kernels that take as long as on a real one, and return results computed before. With
+sixteen ranks on two cores, timings of real kernels would show contention for the cores. So the first step of a schedule
+computes with real kernels and is checked against the oracle; the kernels' results are recorded. Timed steps communicate
+everything again, but instead of running a kernel they sleep as long as an accelerator of the given speed would compute,
+and return the recorded result. Records are keyed by the shapes and by samples of the queries and keys that have
+arrived: a timed step that receives anything else fails.
 """
 
 from __future__ import annotations

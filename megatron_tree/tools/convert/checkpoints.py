@@ -1,4 +1,9 @@
-"""Read and write both formats in one process, on the CPU."""
+"""Read and write both formats in one process, on the CPU.
+
+The options of megatron-tree train that build a model are made from a Hugging Face configuration and back, and from the
+options in a checkpoint of Megatron-LM and back. The weights are the same, under the names and in the layouts of
+Transformers and of Megatron's GPTModel.
+"""
 
 from __future__ import annotations
 

@@ -433,7 +433,9 @@ class TreeCache(Cache):
         return self.store.nbytes
 
 
-# what Transformers' own `generate` does over a `TreeCache`
+# What Transformers' own `generate` does over a `TreeCache`. First, it refuses options that would run the model without
+# the cache. Before a step it compares the tokens of the ranks, and it runs a row again whose rotary embedding has
+# changed (longrope).
 
 
 RUN_BESIDE = {"guidance_scale": (None, 1), "assistant_early_exit": (None,), "use_mtp": (None, False)}
