@@ -388,14 +388,12 @@ def test_prompts_over_a_cache_have_the_bits_of_training():
 @on_ranks(2, timeout=120)
 def test_a_model_with_a_sharded_cache(rank):
     """Prompt and steps of a Llama, whose dense layers round on their own: its logits are those of one rank."""
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     from megatron_tree.integrations.transformers import TreeCache
     from megatron_tree.integrations.transformers.infer.runner import Runner
+    from support.hf_models import VOCAB, tiny_model
 
-    torch.manual_seed(0)
-    shape = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
-    config = transformers.LlamaConfig(vocab_size=100, num_key_value_heads=2, max_position_embeddings=512, **shape)
-    model, prompt = transformers.LlamaForCausalLM(config).eval(), torch.randint(100, (300,))
+    model, prompt = tiny_model("llama", positions=512), torch.randint(VOCAB, (300,))
     model.set_attn_implementation("tree")
 
     def logits(group):

@@ -96,16 +96,14 @@ def test_a_right_step_has_no_difference(rank, world):
 @on_ranks(2, timeout=120)
 def test_a_step_of_transformers(rank):
     """Every layer's output has the same bits if torch's products of fewer rows have; the loss is a sum over ranks."""
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     from megatron_tree.integrations.transformers.train.batch_shards import shard_batch
     from megatron_tree.integrations.transformers.train.train_on_shards import train_on_shards
+    from support.hf_models import VOCAB, tiny_model
 
-    torch.manual_seed(0)
-    shape = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4)
-    config = transformers.LlamaConfig(vocab_size=100, num_key_value_heads=2, max_position_embeddings=512, **shape)
-    model = transformers.LlamaForCausalLM(config)
+    model = tiny_model("llama", positions=512).train()
     train_on_shards(model)
-    ids, group = torch.randint(100, (2, 288)), dist.group.WORLD
+    ids, group = torch.randint(VOCAB, (2, 288)), dist.group.WORLD
 
     def step(cp_group):
         shard = shard_batch(

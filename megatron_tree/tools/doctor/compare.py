@@ -9,6 +9,7 @@ of its own, so even the bits can be compared.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -124,6 +125,8 @@ class _Record:
     def __init__(self):
         self.tensors: dict[str, Tensor] = {}
         self.parameters: dict[str, Tensor | None] = {}
+        self._times: Counter[str] = Counter()
+        """How often each name came."""
 
     @classmethod
     def of(cls, model: nn.Module, step: Callable[[], Tensor]) -> _Record:
@@ -153,8 +156,9 @@ class _Record:
 
     def _keep(self, name: str, x: Tensor) -> None:
         """A name that comes again gets a number."""
-        again = sum(other == name or other.startswith(f"{name} (") for other in self.tensors)
-        self.tensors[f"{name} ({again + 1})" if again else name] = x.detach().clone()
+        self._times[name] += 1
+        number = self._times[name]
+        self.tensors[f"{name} ({number})" if number > 1 else name] = x.detach().clone()
 
 
 def _tensors(output) -> list[Tensor]:
