@@ -45,13 +45,14 @@ class Inputs(NamedTuple):
             tangents=has_tangents(*tensors), transformed=not only_backward(), goes_backward=goes_backward(*tensors)
         )
 
-    def key(self, ranks: comm.Ranks, kind: tuple | None) -> tuple | None:
-        """By which the planned call of a kind is found again, if calls that are alike are checked once."""
-        if kind is None or ranks.config.check not in TRUSTING:
+    def key(self, ranks: comm.Ranks, *others: object) -> tuple | None:
+        """By which the planned call is found again; None if every call is checked. others: all on which the checks and
+        the plan depend, beside shapes, dtypes and devices of the inputs."""
+        if ranks.config.check not in TRUSTING:
             return None
         q, k, v, sinks, _ = self
         tensors = LIKENESS(q), LIKENESS(k), LIKENESS(v), None if sinks is None else LIKENESS(sinks)
-        return ranks, *kind, *tensors, *self.derivatives.values()
+        return ranks, *others, *tensors, *self.derivatives.values()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,14 +169,10 @@ class PlannedAttention(AttentionCall):
     """By a pass's plan and backend."""
 
     @classmethod
-    def again(
-        cls, collective: comm.CollectiveCall, ranks: comm.Ranks, inputs: Inputs, kind: tuple
-    ) -> PlannedAttention | None:
-        """The planned call of a call that is like an earlier one, which it repeats; None if there was none.
-
-        kind: all on which the checks and the plan depend, beside shapes, dtypes and devices of the inputs.
-        """
-        planned = ranks.state.planned.get(inputs.key(ranks, kind))
+    def again(cls, collective: comm.CollectiveCall, ranks: comm.Ranks, key: tuple | None) -> PlannedAttention | None:
+        """The planned call of a call that is like an earlier one, which it repeats; None if there was none. key: of
+        `Inputs.key`."""
+        planned = ranks.state.planned.get(key)
         if planned is not None:
             collective.repeat(planned.agreement)
         return planned

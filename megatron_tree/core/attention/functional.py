@@ -27,14 +27,13 @@ from ..layout import (
     document_bounds,
     documents_over,
     packed_layout,
-    shard_lengths,
 )
 from ..plan import Shape
 from ..spec import AttnSlice, AttnSpec
 from . import passes
 from .autograd import attention
 from .call import AttentionCall, Inputs, PlannedAttention
-from .sequences import layouts_of
+from .sequences import layouts_of, sharding_of
 from .validate import (
     autocast,
     check_cross_documents,
@@ -119,20 +118,20 @@ def tree_attn_func(
     layout, layout_kv = layouts_of(layout, ranks, "tree_attn_func", q=q, k=k)
     with ranks.call("tree_attn_func", differentiable=True) as call, outside:
         layout, layout_kv = (check_layout(x, ranks.size) for x in (layout, layout_kv))
-        inputs, kind = Inputs(q, k, v, sinks, selected), None
+        inputs, key = Inputs(q, k, v, sinks, selected), None
         # tensors that are part of the mask may be written to between calls; without them calls that are alike stay so
         if ranges is selected is alibi_slopes is None and not dropout_p and not return_max_logit:
-            kind = layout, layout_kv, causal, softmax_scale, repr(window_size), softcap, return_lse
-            if (planned := PlannedAttention.again(call, ranks, inputs, kind)) is not None:
+            key = inputs.key(ranks, layout, layout_kv, causal, softmax_scale, repr(window_size), softcap, return_lse)
+            if (planned := PlannedAttention.again(call, ranks, key)) is not None:
                 return _results(inputs, planned)
         check_heads(q, k, v, "k", "v")
         options = dict(deterministic=config.deterministic, ranges=ranges is not None, alibi_slopes=alibi_slopes)
         spec = make_spec(q, causal, softmax_scale, window_size, softcap, dropout_p, dropout_seed, **options)
         check_lengths(q, k, v, cross=not spec.by_position)
-        queries, keys = _sharding(q, "q", ranks, layout), _sharding(k, "k", ranks, layout_kv)
+        queries, keys = sharding_of(q, "q", ranks, layout), sharding_of(k, "k", ranks, layout_kv)
         if ranges is not None:
             spec = dataclasses.replace(spec, ranges=make_slices(ranges, queries, keys))
-        return _attend(call, ranks, inputs, spec, queries, keys, return_lse, return_max_logit, kind=kind)
+        return _attend(call, ranks, inputs, spec, queries, keys, return_lse, return_max_logit, key=key)
 
 
 @comm.public_call
@@ -212,7 +211,7 @@ def tree_attn_varlen_func(
             counts = tuple(len(document_bounds("cu_seqlens", x)) - 1 for x in (cu_seqlens, cu_seqlens_kv))
             check_cross_documents(documents, of_keys, counts, spec)
         check_lengths(q, k, v, cross=cu_seqlens_kv is not None)
-        queries, keys = _sharding(q, "q", ranks, documents), _sharding(k, "k", ranks, of_keys)
+        queries, keys = sharding_of(q, "q", ranks, documents), sharding_of(k, "k", ranks, of_keys)
         inputs = Inputs(q, k, v, sinks, selected)
         results = _attend(call, ranks, inputs, spec, queries, keys, return_lse, return_max_logit)
     out, *others = results if isinstance(results, tuple) else (results,)
@@ -251,11 +250,11 @@ def _attend(
     return_lse: bool,
     return_max_logit: bool,
     *,
-    kind: tuple | None = None,
+    key: tuple | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """What the public functions return, of tensors whose shapes are checked: the remaining checks, agree, plan, run.
 
-    kind: as of `PlannedAttention.again`.
+    key: as of `PlannedAttention.again`.
     """
     q, k, v, sinks, selected = inputs
     config = ranks.config
@@ -288,7 +287,7 @@ def _attend(
     if return_max_logit:
         backend, largest = backend.with_largest_logits(q)
     rehearse = functools.partial(passes.rehearse, *inputs[:4])
-    planned = PlannedAttention.of(call, agreement, ranks, backend, selected, rehearse, inputs.key(ranks, kind))
+    planned = PlannedAttention.of(call, agreement, ranks, backend, selected, rehearse, key)
     results = _results(inputs, planned)
     if return_max_logit:  # every pair of a query and a key was in one rank's block
         results = (*(results if return_lse else (results,)), ranks.reduce(largest, "max"))
@@ -298,15 +297,3 @@ def _attend(
 def _results(inputs: Inputs, planned: PlannedAttention) -> Tensor | tuple[Tensor, Tensor]:
     out, lse = attention(*inputs[:4], planned)
     return (out, lse) if planned.return_lse else out
-
-
-def _sharding(x: Tensor, name: str, ranks: comm.Ranks, layout: Layout) -> Sharding:
-    """The sharding of the sequence of which x [b, s/p, ...] is this rank's shard."""
-    world, rank = ranks.size, ranks.rank
-    layout = check_layout(layout, world)
-    if not isinstance(layout, tuple):
-        shard_lengths(x.shape[1] * world, world, layout)  # zigzag needs an even length
-        return Sharding(seq_len=x.shape[1] * world, world=world, layout=layout)
-    if x.shape[1] != layout[rank]:
-        raise ValueError(f"{name} has {x.shape[1]} tokens on rank {rank} but layout={layout} gives it {layout[rank]}")
-    return Sharding(seq_len=sum(layout), world=world, layout=layout)

@@ -22,8 +22,8 @@ from ..kernels.index import index_scores, index_scores_bwd
 from ..layout import Layout, Segment, Sharding
 from ..merge import NEG_INF, SumReducer, state_dtype
 from ..spec import AttnSpec
-from .selection import KeysInOrder, check_index, check_scale, sharding_of, strips
-from .sequences import layouts_of
+from .selection import KeysInOrder, check_index, check_scale, strips
+from .sequences import layouts_of, sharding_of
 from .validate import check_heads, check_selected
 
 
@@ -79,7 +79,8 @@ def tree_index_loss_func(
             check_selected(selected, q, AttnSpec(softmax_scale=softmax_scale), None)
         if getattr(layout, "tree", ()):
             raise ValueError("the loss of an index is of whole rows, not of a prefix tree: pass the rows apart")
-        sharding, backward = sharding_of(index_k, ranks, layout), goes_backward(index_q, index_weights, index_k)
+        sharding = sharding_of(index_k, "index_k", ranks, layout)
+        backward = goes_backward(index_q, index_weights, index_k)
         call.agree(
             index_q=(len(index_q), *index_q.shape[2:]), q=q.shape[2:], k=k.shape[2:], seq_len=sharding.seq_len,
             layout=str(layout), dtypes=(index_k.dtype, k.dtype), scales=(softmax_scale, index_scale, epsilon),

@@ -16,6 +16,7 @@ holds.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -29,14 +30,14 @@ from .. import comm, kernels
 from ..config import SELECT_SCHEDULES, TreeConfig, check_choice, check_positive, integer
 from ..duals import check_tangents
 from ..kernels import KVCache, index_scores
-from ..layout import Layout, Segment, Sharding, TreeRun, check_layout, shard_lengths
+from ..layout import Layout, Segment, Sharding, TreeRun
 from ..layout import positions_of as positions_of_rows
 from ..log import say_once
 from ..merge import NO_ENTRY, ListReducer, positions_of, ranked
 from ..plan import plan_select
 from ..spec import AttnSpec
 from .prefill import PromptChunk, run_segments
-from .sequences import layouts_of
+from .sequences import layouts_of, sharding_of
 from .validate import (
     DTYPES,
     check_cache,
@@ -97,7 +98,9 @@ def tree_select_func(
     (layout,) = layouts_of(layout, ranks, "tree_select_func", index_k=index_k)
     with ranks.call("tree_select_func") as call:
         check_index(index_q, index_weights, index_k, topk, softmax_scale)
-        sharding, tree = sharding_of(index_k, ranks, layout), getattr(layout, "tree", ())
+        sharding, tree = sharding_of(index_k, "index_k", ranks, layout), getattr(layout, "tree", ())
+        if tree:
+            sharding = dataclasses.replace(sharding, layout=layout.by_run)
         if blocks is not None and tree:
             raise ValueError("blocks can't be selected in a prefix tree, which parts within them: pass the rows apart")
         b, _, h, d = index_q.shape
@@ -326,16 +329,6 @@ def strips(segments: Sequence[Segment]) -> Iterator[Segment]:
             count = max(1, min(STRIP, end - first, SCORES // max(1, end)))
             yield s.part(first, first + count)
             first += count
-
-
-def sharding_of(x: Tensor, ranks: comm.Ranks, layout: Layout) -> Sharding:
-    world, rank = ranks.size, ranks.rank
-    layout = check_layout(layout, world)
-    seq_len = sum(layout) if isinstance(layout, tuple) else x.shape[1] * world
-    here = shard_lengths(seq_len, world, layout)[rank]
-    if here != x.shape[1]:
-        raise ValueError(f"index_k has {x.shape[1]} tokens on rank {rank}, but layout={layout!r} gives it {here}")
-    return Sharding(seq_len=seq_len, world=world, layout=layout.by_run if getattr(layout, "tree", ()) else layout)
 
 
 def _segments(sharding: Sharding, tree: Sequence[TreeRun], *holders: tuple[int, ...]) -> tuple[Segment, ...]:

@@ -15,6 +15,7 @@ from ..layout import (
     Dispatched,
     Layout,
     PrefixTree,
+    Sharding,
     check_layout,
     document_bounds,
     shard_lengths,
@@ -99,6 +100,19 @@ def layouts_of(layout: Layout, ranks: comm.Ranks, name: str, *, dim: int = 1, **
             )
         layouts.append(lengths)
     return layouts
+
+
+def sharding_of(x: Tensor, name: str, ranks: comm.Ranks, layout: Layout) -> Sharding:
+    """The sharding of the sequence of which x [b, s/p, ...] is this rank's shard. Raises ``ValueError`` for a layout
+    that does not fit it."""
+    world, rank = ranks.size, ranks.rank
+    layout = check_layout(layout, world)
+    if not isinstance(layout, tuple):
+        shard_lengths(x.shape[1] * world, world, layout)  # zigzag needs an even length
+        return Sharding(seq_len=x.shape[1] * world, world=world, layout=layout)
+    if x.shape[1] != layout[rank]:
+        raise ValueError(f"{name} has {x.shape[1]} tokens on rank {rank} but layout={layout} gives it {layout[rank]}")
+    return Sharding(seq_len=sum(layout), world=world, layout=layout)
 
 
 @comm.outside_graphs

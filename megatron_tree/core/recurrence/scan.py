@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import comm
 from ..attention.autograd import with_signature
+from ..attention.sequences import sharding_of
 from ..config import TreeConfig, check_choice
 from ..duals import goes_backward, has_tangents
 from ..layout import Dispatched, Layout, Packed, Segment, check_layout, shard_lengths, shard_segments
@@ -184,13 +185,8 @@ class Chains:
     @staticmethod
     def of(x: Tensor, name: str, ranks: comm.Ranks, layout: Layout) -> Chains:
         """Those of the sequence of which x [b, s_local, ...] is this rank's shard. Raises ``ValueError``."""
-        world, rank = ranks.size, ranks.rank
-        layout = check_layout(layout, world)
-        if isinstance(layout, tuple) and x.shape[1] != layout[rank]:
-            raise ValueError(
-                f"{name} has {x.shape[1]} tokens on rank {rank}, but layout={layout} gives it {layout[rank]}"
-            )
-        return chains_of(sum(layout) if isinstance(layout, tuple) else x.shape[1] * world, world, layout)
+        sharding = sharding_of(x, name, ranks, layout)
+        return chains_of(sharding.seq_len, sharding.world, sharding.layout)
 
     def check_sequence(self, **given: object) -> None:
         """Raise ``ValueError`` for what only a single sequence has; packed documents are one if there is one."""
