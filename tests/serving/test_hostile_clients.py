@@ -16,12 +16,12 @@ pytest.importorskip("PIL", reason="Pillow reads images")
 
 import transformers
 from megatron_tree.core import log
-from megatron_tree.inference.serving import messages
+from megatron_tree.inference.serving import images
 from megatron_tree.inference.serving.http import errors, guard
 from megatron_tree.inference.serving.http import server as http_server
 from megatron_tree.inference.serving.http.guard import TimedProtocol
 from megatron_tree.inference.serving.http.prompts import Prompts
-from megatron_tree.inference.serving.messages import ImagePrompts
+from megatron_tree.inference.serving.images import ImagePrompts
 from support.hostile import (
     GoodClient,
     ask,
@@ -69,7 +69,7 @@ def _small_bombs(url):
 
 @pytest.mark.parametrize("attack", [endless_errors, _small_bombs])
 def test_a_good_client_is_answered_during(server, attack, monkeypatch):
-    monkeypatch.setattr(messages, "MOST_PIXELS", 1 << 22)
+    monkeypatch.setattr(images, "MOST_PIXELS", 1 << 22)
     with GoodClient(server.url) as good:
         until(lambda: len(good.answers) >= 3)
         before = peak_bytes()

@@ -20,9 +20,9 @@ from PIL import Image
 import transformers
 from megatron_tree.inference.generation.requests import Request
 from megatron_tree.inference.generation.sampling import SamplingParams
-from megatron_tree.inference.serving import messages
+from megatron_tree.inference.serving import images
 from megatron_tree.inference.serving.http import link, prompts
-from megatron_tree.inference.serving.messages import ImageFile, ImagePrompts, from_data_url
+from megatron_tree.inference.serving.images import ImageFile, ImagePrompts, from_data_url
 from megatron_tree.integrations.transformers.models import load_config, load_model, takes_images
 from support.http_server import serving, until
 from support.llava import llava_runner, save_llava
@@ -103,7 +103,7 @@ def test_placeholders_in_a_text_and_images_too_large_are_refused(folder, monkeyp
         read("<image><image>", [ImageFile(_file("red"))])
     with pytest.raises(ValueError, match="65 images are more than 64"):
         read("<image>" * 65, [ImageFile(b"")] * 65)
-    monkeypatch.setattr(messages, "MOST_PIXELS", 700)
+    monkeypatch.setattr(images, "MOST_PIXELS", 700)
     assert len(read("<image>" * 2, [ImageFile(_file("red"))] * 2)[0]) == 32
     with pytest.raises(ValueError, match=r"960 pixels in all \(20 x 16, 20 x 16, 20 x 16\) are more than 700"):
         read("<image>" * 3, [ImageFile(_file("red"))] * 3)
@@ -138,14 +138,14 @@ def test_only_the_format_that_the_header_names_is_read(folder, monkeypatch):
 
 
 def test_texts_do_not_wait_for_images(server, monkeypatch):
-    begun, go_on, opened = threading.Event(), threading.Event(), messages._opened
+    begun, go_on, opened = threading.Event(), threading.Event(), images._opened
 
     def slowly(file):
         begun.set()
         assert go_on.wait(60)
         return opened(file)
 
-    monkeypatch.setattr(messages, "_opened", slowly)
+    monkeypatch.setattr(images, "_opened", slowly)
     monkeypatch.setattr(prompts, "MOST_IMAGE_PROMPTS", 1)
     client, asked = server.client(), {"model": "tiny", "max_tokens": 2, "temperature": 0}
     picture = [{"role": "user", "content": [_part(_file("red"))]}]

@@ -32,3 +32,8 @@ def test_no_framework_is_imported(words):
     assert "launch/" not in done.stdout  # a wheel has no such folder
     if words == "--version":
         assert done.stdout == f"megatron_tree {__version__}\n"
+
+
+def test_requests_are_read_without_torch():
+    script = "import sys, megatron_tree.inference.serving.http.protocol; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], check=True)

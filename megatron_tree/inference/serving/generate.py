@@ -27,7 +27,8 @@ from ..generation.conversation import Answer
 from ..generation.speculation import SpeculationCounts
 from .arguments import sampling_params
 from .batch import BatchOptions, run_batch
-from .messages import ImageFile, ImagePrompts, chat_text
+from .images import ImageFile, ImagePrompts
+from .messages import chat_text
 from .start import WAIT_HOURS, Worker, start
 
 LOG_INTERVAL_S = 10.0  # between lines of progress in a log file

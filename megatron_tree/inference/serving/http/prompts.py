@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ....core.files import check_text
-from ..messages import ImagePrompts, chat_text, from_data_url
+from ..images import ImagePrompts, from_data_url
+from ..messages import chat_text
 from .errors import ApiError, bad_value, busy
 from .protocol import ChatRequest, CompletionRequest
 from .token_texts import Echo, TokenTexts

@@ -32,7 +32,7 @@ from ...generation.grammars import Grammars
 from ...generation.requests import Request
 from ...generation.sampling import SamplingParams
 from ...generation.scheduler import Scheduler
-from ..messages import ImagePrompts
+from ..images import ImagePrompts
 from ..start import StartError, Worker, start
 from .app import Service, create_app
 from .arguments import LINK
