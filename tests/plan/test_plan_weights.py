@@ -38,3 +38,11 @@ def test_queries_are_exchanged_where_that_is_faster():
         assert gathered_queries(two, share) == min(ring, at_once)
     direct = dataclasses.replace(DGX, transport="direct")
     assert not exchanges_queries(placed_topology(direct, two.placement), 1e3)
+
+
+def test_two_ranks_always_exchange_queries():
+    """The times of an all-to-all and of an all-gather are equal, but not their roundings."""
+    for i in range(60):
+        levels = [dataclasses.replace(level, latency_s=1e-6 * 1.1**i) for level in DGX.levels]
+        topology = dataclasses.replace(DGX, levels=tuple(levels))
+        assert exchanges_queries(placed_topology(topology, place(topology, [0, 0])), 384), i
