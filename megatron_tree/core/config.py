@@ -16,7 +16,7 @@ from .units import parse_bytes, parse_grid
 
 CONFIG_VARIABLE = "MEGATRON_TREE_CONFIG"
 SCHEDULES = ("auto", "grid", "cast", "ring")
-BACKENDS = ("auto", "triton", "native", "cudnn", "fa3", "fa4", "aten", "reference")
+BACKENDS = ("auto", "triton", "native", "cudnn", "fa3", "fa4", "flashinfer", "flashmla", "aten", "reference")
 COMM_DTYPES = ("auto", "fp32")
 CHECKS = ("first", "always", "never", "finite")
 TRUSTING = ("first", "never")  # of these, with which calls that are alike are checked once
@@ -124,9 +124,9 @@ class TreeConfig:
     where it can be had, else direct on CPUs and builtin elsewhere."""
 
     backend: str = "auto"
-    """Kernels: "triton" (ours, for GPUs), "native" (ours in C, decodes on CPUs), "cudnn", "fa3" and "fa4"
-    (libraries on NVIDIA GPUs; no decoding), "aten" (torch's flash kernels), "reference" (the formulas in plain torch);
-    "auto" logs what it chose and why."""
+    """Kernels: "triton" (ours, for GPUs), "native" (ours in C, decodes on CPUs), libraries on NVIDIA GPUs: "cudnn" (no
+    decoding), "fa3", "fa4", "flashinfer" and "flashmla" (decoding only), "aten" (torch's flash kernels), "reference"
+    (the formulas in plain torch); "auto" logs what it chose and why."""
 
     comm_dtype: str = "auto"
     """Dtype in which partial outputs and gradients are sent: "auto" (the inputs' dtype; lse always fp32) or "fp32"."""

@@ -11,102 +11,15 @@ from megatron_tree.core.kernels import aten, backends, fastest, libraries
 from megatron_tree.core.layout import Segment, positions_of
 from megatron_tree.core.spec import AttnSpec
 from support.blocks import CELLS, masks_of
+from support.library_stand_ins import Cudnn, Flash, stand_ins_of_libraries
 from support.rounding import assert_near
 from support.triton_inputs import inputs
 
 
-def check_rows(*tensors):
-    """What the kernels need of tensors [b, h, s, d], and don't always check."""
-    for x in tensors:
-        assert x.shape[-1] % 8 == 0 and x.shape[-1] == tensors[0].shape[-1] and x.stride(-1) == 1
-        rows = [stride for n, stride in zip(x.shape[:-1], x.stride()) if n > 1]
-        assert x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in rows), x.stride()
-
-
-def dense_forward(q, k, v, causal, scale):
-    """[b, h, s, d] -> out in their dtype, lse [b, h, s]."""
-    check_rows(q, k, v)
-    assert not causal or q.shape[2] == k.shape[2], "their causal masks are used on squares only"
-    k, v = (x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    s = q.double() @ k.mT * scale
-    if causal:
-        s.masked_fill_(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(), float("-inf"))
-    return (s.softmax(-1) @ v).to(q.dtype), s.logsumexp(-1).float()
-
-
-def dense_backward(dout, q, k, v, out, lse, causal, scale):
-    """From the lse and the `out` that are given, of which only rowsum(dout * out) counts."""
-    check_rows(dout, out, q, k, v)
-    assert lse.is_contiguous()
-    group = q.shape[1] // k.shape[1]
-    wide = [x.double().repeat_interleave(group, 1) for x in (k, v)]
-    p = torch.exp(q.double() @ wide[0].mT * scale - lse.double()[..., None])
-    if causal:
-        p = p.tril()
-    delta = (dout.double() * out.double()).sum(-1, keepdim=True)
-    ds = p * (dout.double() @ wide[1].mT - delta) * scale
-    sums = (x.unflatten(1, (-1, group)).sum(2) for x in (ds.mT @ q.double(), p.mT @ dout.double()))
-    return tuple(x.to(q.dtype) for x in (ds @ wide[0], *sums))
-
-
-class Cudnn:
-    """aten's cuDNN operators on the CPU."""
-
-    @staticmethod
-    def forward(q, k, v, bias, with_lse, dropout=0.0, causal=False, debug=False, *, scale=None):
-        assert bias is None and with_lse and dropout == 0.0 and not debug
-        out, lse = dense_forward(q, k, v, causal, scale)
-        nothing = torch.empty(0)
-        return out, lse[..., None], nothing, nothing, q.shape[2], k.shape[2], nothing, nothing, nothing
-
-    @staticmethod
-    def backward(dout, q, k, v, out, lse, seed, offset, bias, cu_q, cu_k, max_q, max_k, dropout, causal, *, scale=None):
-        assert bias is cu_q is cu_k is None and (max_q, max_k, dropout) == (q.shape[2], k.shape[2], 0.0)
-        assert lse.shape == (*q.shape[:3], 1)
-        return dense_backward(dout, q, k, v, out, lse[..., 0].contiguous(), causal, scale)
-
-
-class Flash:
-    """aten's flash operators, [b, s, h, d]."""
-
-    @staticmethod
-    def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale=None, **options):
-        assert cu_q is cu_k is None and (max_q, max_k, dropout) == (q.shape[1], k.shape[1], 0.0) and not debug
-        out, lse = dense_forward(*(x.transpose(1, 2) for x in (q, k, v)), causal, scale)
-        nothing = torch.empty(0)
-        return out.transpose(1, 2), lse, nothing, nothing, nothing
-
-    @staticmethod
-    def backward(
-        dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, rng, unused, *, scale=None, **options
-    ):
-        assert cu_q is cu_k is None and (max_q, max_k, dropout) == (q.shape[1], k.shape[1], 0.0)
-        grads = dense_backward(*(x.transpose(1, 2) for x in (dout, q, k, v, out)), lse, causal, scale)
-        return tuple(x.transpose(1, 2) for x in grads)
-
-
 @pytest.fixture
 def stand_ins(monkeypatch):
-    """The operators on the CPU; a machine where each library is installed; what torch's flash kernel became."""
-    registered = torch.library.Library("aten", "IMPL")
-    for name, operators in (("_scaled_dot_product_cudnn_attention", Cudnn), ("_flash_attention", Flash)):
-        forward = name if operators is Cudnn else f"{name}_forward"
-        registered.impl(forward, operators.forward, "CPU")
-        registered.impl(f"{name}_backward", operators.backward, "CPU")
-    activated = []
-    for name, stand_in in {
-        "list_flash_attention_impls": lambda: ["FA3", "FA4"],
-        "activate_flash_attention_impl": activated.append,
-        "restore_flash_attention_impl": lambda: activated.append(None),
-        "current_flash_attention_impl": lambda: activated[-1] if activated else None,
-    }.items():
-        monkeypatch.setattr(torch.nn.attention, name, stand_in, raising=False)
-    monkeypatch.setattr(aten, "GPUS", ("cpu",))
-    monkeypatch.setattr(libraries, "_cudnn_takes", lambda device, dtype, head_dim: True)
-    monkeypatch.setattr(libraries, "_installed", lambda module: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    yield activated
-    registered._destroy()
+    with stand_ins_of_libraries(monkeypatch) as activated:
+        yield activated
 
 
 @pytest.mark.parametrize("cell", ["one", "cell of a grid", "packed"])
@@ -253,9 +166,14 @@ def test_auto_takes_libraries_where_they_are(capability, installed, names, stand
             q = torch.zeros(1, 4, 2, 64, dtype=torch.float16)
             with pytest.raises(ValueError, match=f"backend='{names[0]}' has first derivatives only"):
                 kernels.choose(q, q, q, AttnSpec(softmax_scale=1.0), names[0]).for_duals(torch.float16, 64)
-        for options, how in ((dict(deterministic=True), {}), ({}, dict(decodes=True)), (dict(window_size=(3, 0)), {})):
+        windows = names[0] if names[0] in ("fa3", "fa4") else "triton"
+        for options, how, name in (
+            (dict(deterministic=True), {}, "triton"),
+            ({}, dict(decodes=True), "triton"),
+            (dict(window_size=(3, 0)), {}, windows),
+        ):
             q = torch.zeros(1, 4, 2, 64, dtype=torch.float16)
-            assert kernels.choose(q, q, q, AttnSpec(softmax_scale=1.0, **options), **how).name == "triton"
+            assert kernels.choose(q, q, q, AttnSpec(softmax_scale=1.0, **options), **how).name == name
         monkeypatch.setattr(fastest, "table", lambda: {"GPU X": {"64": "triton"}})
         monkeypatch.setattr(fastest, "name_of", lambda device: "GPU X")
         q = torch.zeros(1, 4, 2, 64, dtype=torch.bfloat16)

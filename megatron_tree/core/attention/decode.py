@@ -434,7 +434,8 @@ def _checked(
     spec = make_spec(whole, *mathematics, deterministic=config.deterministic, alibi_slopes=slopes)
     check_sinks(sinks, q, None if head_shares is None else head_shares[ranks.rank])
     cache = check_seen_slots(q, cache, spec)
-    choice = dict(masked=cache.needs_mask, decodes=True)
+    here = None if options.schedule == "ring" else cache
+    choice = dict(masked=cache.needs_mask, decodes=True, cache=here)
     backend = kernels.choose(whole, cache.k, cache.values, spec, config.backend, **choice)
     if not in_torch(ranks, backend):
         check_tangents(**tensors)

@@ -256,21 +256,32 @@ def _block_fwd(q, k, v, block, mask, spec: AttnSpec, *, empty_rows: bool = True)
     return out[..., :d_v], lse
 
 
-def flash_forward(q, k, v, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """torch's flash kernel on GPUs, whichever implementation is active: tensors [b, s, h, d], lse [b, h, s]."""
+def flash_forward(q, k, v, causal: bool, scale: float, window=(-1, -1), packing=None) -> tuple[Tensor, Tensor]:
+    """torch's flash kernel on GPUs, whichever implementation is active: tensors [b, s, h, d], lse [b, h, s], natural.
+
+    window: (left, right), -1 unbounded; as causal, aligned at the ends. packing: four numbers of `varlen.Packing`, for
+    tensors [rows, h, d] and lse [h, rows].
+    """
+    lengths = packing or (None, None, q.shape[1], k.shape[1])
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
+        q, k, v, *lengths, 0.0, causal, False, scale=scale, **_window_sides(window)
     )
-    return out, lse[..., : q.shape[1]]
+    return out, lse[..., : q.shape[0 if packing else 1]]
 
 
-def flash_backward(dout, out, q, k, v, lse, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def flash_backward(
+    dout, out, q, k, v, lse, causal: bool, scale: float, window=(-1, -1), packing=None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Its backward: dq, dk, dv; lse contiguous."""
     seed = torch.zeros(2, dtype=torch.int64, device=q.device)  # no dropout: never read
-    lengths = (None, None, q.shape[1], k.shape[1])
+    lengths = packing or (None, None, q.shape[1], k.shape[1])
     return torch.ops.aten._flash_attention_backward(
-        dout, q, k, v, out, lse, *lengths, 0.0, causal, seed, seed, scale=scale
+        dout, q, k, v, out, lse, *lengths, 0.0, causal, seed, seed, scale=scale, **_window_sides(window)
     )
+
+
+def _window_sides(window: tuple[int, int]) -> dict:
+    return {} if window == (-1, -1) else dict(window_size_left=window[0], window_size_right=window[1])
 
 
 def _diagonal_fwd(q, k, v, spec: AttnSpec) -> tuple[Tensor, Tensor]:

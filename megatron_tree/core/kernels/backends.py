@@ -1,8 +1,8 @@
 """The backends and the choice between them, made once for an attention call.
 
 `triton` (ours), `aten` (torch's flash kernels) and `reference` (the formulas in plain torch) have the same functions
-with the same meaning: `Backend`'s, and `unsupported`. `native` (ours in C, for CPUs) only decodes; `cudnn`,
-`fa3` and `fa4` (libraries.py) do all but that.
+with the same meaning: `Backend`'s, and `unsupported`. `native` (ours in C, for CPUs), `flashinfer` and `flashmla`
+(decoders.py) only decode; `cudnn` (libraries.py, as fa3 and fa4) does all but that.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from .. import merge
 from ..log import say_once
 from ..spec import AttnSpec
 from . import fastest, leaves, ranges
+from .decoders import DECODERS, Decoder
 from .kv_cache import KVCache, decode_shared
 from .libraries import LIBRARIES, Library, preferred
 from .maxima import LargestLogits
@@ -34,7 +35,7 @@ class Backend:
 
     name: str
     reason: str
-    module: ModuleType | Library
+    module: ModuleType | Library | Decoder
     dual: bool = False
     """Whether it takes dual tensors: see `for_duals`."""
 
@@ -146,14 +147,16 @@ def choose(
     masked=False,
     decodes=False,
     selects=False,
+    cache: KVCache | None = None,
 ) -> Backend:
     """The backend for a call with tensors like these. "auto" logs what it chose and why.
 
     flowing_lse: it is for the backward of a loss that uses lse itself. decodes: it is for `Backend.attn_decode`;
-    masked: with a mask (`KVCache.needs_mask`); selects: queries see selected keys only (`Backend.attn_fwd`). Raises
-    ``ValueError`` when a named backend can't take the call.
+    masked: with a mask (`KVCache.needs_mask`); cache: the cache of all calls, None where others pass by (a ring);
+    selects: queries see selected keys only (`Backend.attn_fwd`). Raises ``ValueError`` when a named backend can't take
+    the call.
     """
-    needs = dict(flowing_lse=flowing_lse, masked=masked, decodes=decodes, selects=selects)
+    needs = dict(flowing_lse=flowing_lse, masked=masked, decodes=decodes, selects=selects, cache=cache)
     if spec.deterministic == "ranks":
         return _of_any_ranks(q.dtype, decodes, selects)
     if backend != "auto":
@@ -163,7 +166,10 @@ def choose(
         return _chosen(backend, NAMED)
     refusals, first, why_first = [], (), "the fastest that was measured on this GPU"
     if q.device.type in ACCELERATORS:
-        if not decodes:
+        if decodes:  # flashinfer would wait for the GPU in every step
+            first = tuple(name for name in ("flashmla",) if not _unsupported(name, q, k, v, spec, **needs))
+            why_first = "faster than ours for latents, by their instructions"
+        else:
             first = fastest.for_device(q.device, max(q.shape[-1], v.shape[-1]))
             if not fastest.knows(q.device):
                 first, why_first = preferred(q.device), "the default on such a GPU, until `make gpu` measures it"
@@ -199,23 +205,25 @@ def _of_any_ranks(dtype: torch.dtype, decodes: bool, selects: bool) -> Backend:
     return Backend(name, reason, leaves)
 
 
-def _unsupported(name: str, q, k, v, spec: AttnSpec, *, selects: bool, **needs: bool) -> str | None:
+def _unsupported(name: str, q, k, v, spec: AttnSpec, *, selects: bool, cache, **needs: bool) -> str | None:
     """Why a backend can't take a call, or None if it can."""
     if selects and name != "reference":
         return "selected keys"
     if _module(name) is None:
         return "anything: triton is not installed (pip install triton)"
+    if isinstance(_module(name), Library | Decoder):
+        needs["cache"] = cache
     asked = functools.partial(_module(name).unsupported, **needs)
     specs = [spec] if spec.ranges is None else [group.spec for group in ranges.slice_groups(spec)]
     return next(filter(None, (asked(q, k, v, spec) for spec in specs)), None)
 
 
 @functools.lru_cache
-def _module(name: str) -> ModuleType | Library | None:
+def _module(name: str) -> ModuleType | Library | Decoder | None:
     """A backend's module or library; None for Triton's where Triton is not installed."""
     if name == "triton" and importlib.util.find_spec("triton") is None:
         return None
-    return LIBRARIES.get(name) or importlib.import_module(f".{name}", __package__)
+    return LIBRARIES.get(name) or DECODERS.get(name) or importlib.import_module(f".{name}", __package__)
 
 
 def triton_for(x: Tensor) -> ModuleType | None:
@@ -253,5 +261,5 @@ def attn_bwd(
 
 def attn_decode(q: Tensor, cache: KVCache, spec: AttnSpec, backend: str = "auto") -> Tensor:
     """`Backend.attn_decode` of a shard on its own: choose, and call."""
-    chosen = choose(q, cache.k, cache.values, spec, backend, masked=cache.needs_mask, decodes=True)
+    chosen = choose(q, cache.k, cache.values, spec, backend, masked=cache.needs_mask, decodes=True, cache=cache)
     return chosen.attn_decode(q, cache, spec)

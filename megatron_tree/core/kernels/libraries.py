@@ -1,14 +1,15 @@
 """Attention of libraries on NVIDIA GPUs as backends: cuDNN, and FlashAttention 3 and 4 where they are installed.
 
-torch calls all of them. Each takes fully visible blocks and causal squares, as aten's flash kernels do, and returns
-lse; its backward takes the *global* lse and an `out` with the global delta. So aten's loops over blocks serve them.
+torch calls all of them. Each returns lse, and its backward takes the *global* lse and an `out` with the global delta.
+cuDNN takes fully visible blocks and causal squares, so aten's loops over blocks serve it; FlashAttention takes windows
+and packed documents (varlen.py), and decodes (decoders.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-import importlib.util
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -17,34 +18,47 @@ import torch.nn.attention
 from torch import Tensor
 
 from ..spec import AttnSpec
-from . import aten
+from . import aten, varlen
 from .blocks import DIAGONAL
+from .decoders import Decoder, flash_decoder
+from .decoders import installed as _installed
+from .kv_cache import KVCache
+from .varlen import Band
 
 
 class Library(NamedTuple):
-    """A backend (`backends.Backend`) that computes forward and backward, and does not decode."""
+    """A backend (`backends.Backend`) that computes forward and backward, and decodes if it has a decoder."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
-    """(q, k, v, causal, scale) -> out, lse [b, h, s]; tensors [b, s, h, d] with one head_dim."""
+    """(q, k, v, causal, scale) -> out, lse [b, h, s]; tensors [b, s, h, d] with one head_dim. With packs also (...,
+    window, packing), see `aten.flash_forward`."""
     backward: Callable[..., tuple[Tensor, ...]]
     """(dout, out, q, k, v, lse, causal, scale) -> dq, dk, dv."""
     missing: Callable[[Tensor, int], str | None]
     """(q, head_dim) -> what this machine or the library can't do, or None."""
     active: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
-    """In which `forward` and `backward` are called."""
+    """In which its functions are called."""
+    packs: bool = False
+    """Whether it takes windows and packed documents."""
+    decoder: Decoder | None = None
 
-    def unsupported(self, q, k, v, spec: AttnSpec, *, flowing_lse: bool, masked: bool, decodes: bool) -> str | None:
+    def unsupported(
+        self, q, k, v, spec: AttnSpec, *, flowing_lse: bool, masked: bool, decodes: bool, cache: KVCache | None = None
+    ) -> str | None:
         """Why this backend can't take the call, or None if it can; see `kernels.choose`."""
-        if decodes:
+        if decodes and self.decoder is None:
             return "decoding"
+        if decodes:
+            needs = dict(flowing_lse=flowing_lse, masked=masked, decodes=decodes, cache=cache)
+            return self.decoder.unsupported(q, k, v, spec, **needs)
         if q.device.type not in aten.GPUS or torch.version.hip:
             return f"device type {q.device.type} (it needs an NVIDIA GPU)"
         if q.dtype not in (torch.bfloat16, torch.float16):
             return f"dtype {q.dtype}"
         if spec.deterministic:
             return "deterministic=True (its backward adds up in any order)"
-        if spec.left is not None or spec.right not in (None, 0):
-            return "window_size"
+        if self.packs:
+            spec = dataclasses.replace(spec, window_size=(-1, -1))  # which aten's refuse
         options = dict(flowing_lse=flowing_lse, masked=masked, decodes=False)
         return aten.unsupported(q, k, v, spec, **options) or self.missing(q, aten.width(q, v))
 
@@ -52,25 +66,52 @@ class Library(NamedTuple):
         """See `Backend.attn_fwd`; out_dtype changes nothing."""
         call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec)
         with self.active():
+            if self.packs:
+                return varlen.attn_fwd(functools.partial(self._packed_fwd, spec.softmax_scale), q, k, v, **call)
             return aten.attn_fwd(q, k, v, **call, block_fwd=self._block_fwd)
 
     def attn_bwd(self, dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec):
         """See `Backend.attn_bwd`."""
         call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec)
         with self.active():
+            if self.packs:
+                derive = functools.partial(self._packed_bwd, spec.softmax_scale)
+                return varlen.attn_bwd(derive, dout, q, k, v, lse, delta, **call)
             return aten.attn_bwd(dout, q, k, v, lse, delta, **call, block_bwd=self._block_bwd)
+
+    def attn_decode(self, q: Tensor, cache: KVCache, spec: AttnSpec) -> Tensor:
+        """See `Backend.attn_decode`."""
+        with self.active():
+            return self.decoder.attn_decode(q, cache, spec)
 
     def _block_fwd(self, q, k, v, block, mask, spec: AttnSpec) -> tuple[Tensor, Tensor]:
         assert mask is None
-        q, k, wide_v = aten.widen(aten.width(q, v), q, k, v)
-        out, lse = self.forward(q, k, wide_v, block.kind == DIAGONAL, spec.softmax_scale)
-        return out[..., : v.shape[-1]], lse
+        return self._narrow_fwd(q, k, v, block.kind == DIAGONAL, spec.softmax_scale)
 
     def _block_bwd(self, dout, out, q, k, v, lse, block, mask, spec: AttnSpec) -> tuple[Tensor, Tensor, Tensor]:
+        return self._narrow_bwd(dout, out, q, k, v, lse.contiguous(), block.kind == DIAGONAL, spec.softmax_scale)
+
+    def _packed_fwd(self, scale: float, q, k, v, band: Band, packing) -> tuple[Tensor, Tensor]:
+        return self._narrow_fwd(q, k, v, band.causal, scale, *_masked(band, packing))
+
+    def _packed_bwd(self, scale: float, dout, out, q, k, v, lse, band: Band, packing):
+        return self._narrow_bwd(dout, out, q, k, v, lse, band.causal, scale, *_masked(band, packing))
+
+    def _narrow_fwd(self, q, k, v, *how) -> tuple[Tensor, Tensor]:
+        """`forward` of any two head_dims."""
+        q, k, wide_v = aten.widen(aten.width(q, v), q, k, v)
+        out, lse = self.forward(q, k, wide_v, *how)
+        return out[..., : v.shape[-1]], lse
+
+    def _narrow_bwd(self, dout, out, q, k, v, lse, *how) -> tuple[Tensor, Tensor, Tensor]:
         d, d_v = q.shape[-1], v.shape[-1]
-        wide = aten.widen(aten.width(q, v), dout, out, q, k, v)
-        dq, dk, dv = self.backward(*wide, lse.contiguous(), block.kind == DIAGONAL, spec.softmax_scale)
+        dq, dk, dv = self.backward(*aten.widen(aten.width(q, v), dout, out, q, k, v), lse, *how)
         return dq[..., :d], dk[..., :d], dv[..., :d_v]
+
+
+def _masked(band: Band, packing) -> tuple:
+    """The window and the packing of `aten.flash_forward`; the causal mask is said by `causal` alone."""
+    return (-1, -1) if band.causal else band.window, packing
 
 
 def _cudnn_forward(q, k, v, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -144,21 +185,12 @@ class _Flash(NamedTuple):
                 torch.nn.attention.activate_flash_attention_impl(before)
 
 
-@functools.lru_cache
-def _installed(module: str) -> bool:
-    """Whether a module can be found; its packages above are imported."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ImportError:
-        return False
-
-
 _FA3 = _Flash("FA3", "flash_attn_interface", (9,), 256)
 _FA4 = _Flash("FA4", "flash_attn.cute.interface", (9, 10), 128)
 LIBRARIES = {
     "cudnn": Library(_cudnn_forward, _cudnn_backward, _cudnn_missing),
-    "fa3": Library(aten.flash_forward, aten.flash_backward, _FA3.missing, _FA3.active),
-    "fa4": Library(aten.flash_forward, aten.flash_backward, _FA4.missing, _FA4.active),
+    "fa3": Library(aten.flash_forward, aten.flash_backward, _FA3.missing, _FA3.active, True, flash_decoder(_FA3)),
+    "fa4": Library(aten.flash_forward, aten.flash_backward, _FA4.missing, _FA4.active, True, flash_decoder(_FA4)),
 }
 
 
