@@ -24,14 +24,12 @@ import torch
 from torch import Tensor
 
 from ..config import TreeConfig
-from ..kernels import Backend
+from ..kernels import Backend, StateReducer, merge_into
 from ..merge import (
     State,
-    StateReducer,
     SumReducer,
     copy_state,
     heads_of_state,
-    merge_into,
     pack_state,
     pack_statistics,
     put_rows,

@@ -19,9 +19,9 @@ from torch import Tensor
 from .. import comm, kernels
 from ..config import TreeConfig, check_pair, check_positive
 from ..duals import check_tangents
-from ..kernels import KVCache
+from ..kernels import KVCache, merge_into
 from ..layout import Segment, in_chunks
-from ..merge import State, join_heads, merge_into, merge_sinks, round_state, state_dtype
+from ..merge import State, join_heads, merge_sinks, round_state, state_dtype
 from ..plan import CallSizes, check_grid, chunk_sizes, grids, plan_prefill_grid, run_stages
 from ..spec import AttnSpec
 from .autograd import in_torch

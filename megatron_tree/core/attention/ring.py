@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import comm
-from ..merge import empty_state, merge_into, state_dtype
+from ..kernels import merge_into
+from ..merge import empty_state, state_dtype
 from ..plan import PassPlan, Stages
 from ..spec import AttnSpec
 from .call import PlannedAttention

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..kernels import KVCache
+from ..kernels import KVCache, write_eight_bits
 
 GROWTH = 8  # a full pool grows by 1/GROWTH of its size: at most that much memory is spare
 CACHE_DTYPES = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -121,6 +121,9 @@ class LayerPages:
     def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put tokens k [n, h_kv, d], v [n, h_kv, d_v] into slots, int64 [n]: page * page_size + offset in the page."""
         if self.stored is not None:
+            stored, scales = (self.k, self.v), (self.k_scale, self.v_scale)
+            if write_eight_bits(slots, k, v, stored, scales, _LARGEST[self.stored]):
+                return
             (k, k_scale), (v, v_scale) = quantize(k, self.stored), quantize(v, self.stored)
             self.put(slots, {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale})
         elif self.latent:

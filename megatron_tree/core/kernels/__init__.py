@@ -1,19 +1,18 @@
 """Attention over one block of queries and keys, on one device: no communication here."""
 
 from .backends import (
-    ACCELERATORS,
     Backend,
     attn_bwd,
     attn_decode,
     attn_delta,
     attn_fwd,
     choose,
-    merge_packed,
 )
 from .fixed_point import FixedPoint
 from .index import best_keys, index_scores
 from .kv_cache import KVCache, SharedPages
 from .leaves import sum_rows
+from .states import ACCELERATORS, StateReducer, merge_into, merge_packed, write_eight_bits
 
 __all__ = [
     "ACCELERATORS",
@@ -21,6 +20,7 @@ __all__ = [
     "FixedPoint",
     "KVCache",
     "SharedPages",
+    "StateReducer",
     "attn_bwd",
     "attn_decode",
     "attn_delta",
@@ -28,6 +28,8 @@ __all__ = [
     "best_keys",
     "choose",
     "index_scores",
+    "merge_into",
     "merge_packed",
     "sum_rows",
+    "write_eight_bits",
 ]

@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..layout import Segment, join
-from ..merge import NEG_INF, empty_state, merge_into, state_dtype
+from ..merge import NEG_INF, empty_state, state_dtype
 from ..spec import AttnSpec
 from .blocks import DIAGONAL, FULL, MASKED, Block, split, window_mask
 from .kv_cache import KVCache, begins, decode_masked
+from .states import merge_into
 
 _CPU_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _CUDA_DTYPES = (torch.bfloat16, torch.float16)

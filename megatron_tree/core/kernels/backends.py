@@ -24,9 +24,9 @@ from .decoders import DECODERS, Decoder
 from .kv_cache import KVCache, decode_shared
 from .libraries import LIBRARIES, Library, preferred
 from .maxima import LargestLogits
+from .states import ACCELERATORS, triton_for
 
 NAMED = "asked for"  # the reason for a backend that the user has named
-ACCELERATORS = ("cuda",)  # torch's name for CUDA and ROCm devices, on which Triton's kernels run
 
 
 @dataclass(frozen=True)
@@ -224,17 +224,6 @@ def _module(name: str) -> ModuleType | Library | Decoder | None:
     if name == "triton" and importlib.util.find_spec("triton") is None:
         return None
     return LIBRARIES.get(name) or DECODERS.get(name) or importlib.import_module(f".{name}", __package__)
-
-
-def triton_for(x: Tensor) -> ModuleType | None:
-    """Triton's module for a small operation on x that follows the device and not the call's backend, or None."""
-    return _module("triton") if x.device.type in ACCELERATORS and x.dtype != torch.float64 else None
-
-
-def merge_packed(packed: Tensor) -> Tensor:
-    """Equation (4): merge packed states [n, ..., d_v + 1] (fp32 or fp64), in order, to one [..., d_v + 1]."""
-    triton = triton_for(packed)
-    return triton.merge_packed(packed.contiguous()) if triton else merge.merge_packed(packed)
 
 
 def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:

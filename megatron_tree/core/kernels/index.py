@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..merge import NO_ENTRY, ranked
-from .backends import triton_for
 from .kv_cache import KVCache
+from .states import triton_for
 
 MOST_SCORES = 1 << 22  # of some queries with all keys of their row
 MOST_ENTRIES = 1 << 26  # the same on an accelerator, of all rows

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..merge import merge_packed, pack_state, state_dtype
+from ..merge import pack_state, state_dtype
 from ..spec import AttnSpec
 from .blocks import alibi_bias, window_mask
+from .states import merge_packed
 
 MOST_GATHERED = 1 << 25  # numbers of keys that are copied at a time
 

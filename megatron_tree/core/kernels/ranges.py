@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ..layout import Segment
-from ..merge import empty_state, merge_into, state_dtype
+from ..merge import empty_state, state_dtype
 from ..spec import AttnSlice, AttnSpec
+from .states import merge_into
 
 
 class SliceGroup(NamedTuple):

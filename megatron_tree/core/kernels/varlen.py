@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from ..layout import Segment, join
-from ..merge import NEG_INF, empty_state, merge_into, state_dtype
+from ..merge import NEG_INF, empty_state, state_dtype
 from ..spec import AttnSpec
 from . import aten
+from .states import merge_into
 
 
 class Band(NamedTuple):

@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
-from ...core.kernels import backends
+from ...core.kernels import backends, states
 from ...core.kernels.triton import host
 from ..calibrate.kernel_cases import KernelCase, inputs, ours
 from .low_precision import Decoding, Training, decoding_inputs, run_decoding, run_training, training_inputs
@@ -102,7 +102,7 @@ def compile_only(machine: Machine) -> None:
     triton.runtime.driver.set_active(AbsentGPU(machine.target))
     launch = triton.JITFunction.run
     triton.JITFunction.run = lambda self, *args, **options: launch(self, *args, **{**options, "warmup": True})
-    host.DEVICES = backends.ACCELERATORS = ("meta",)
+    host.DEVICES = backends.ACCELERATORS = states.ACCELERATORS = ("meta",)
     host._arch_of = lambda index: machine.arch
     host._multiprocessors_of = lambda index: machine.multiprocessors
     torch.set_num_threads(1)

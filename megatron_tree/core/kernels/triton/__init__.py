@@ -1,9 +1,10 @@
 """This package's Triton kernels: the default on CUDA and ROCm. On a CPU they run in Triton's interpreter, for tests."""
 
 from .decode import attn_decode, check_pages
+from .eight_bits import write_eight_bits
 from .host import attn_bwd, attn_bwd_jvp, attn_delta, attn_fwd, attn_jvp, takes_duals, unsupported
 from .index import index_entries, index_unsupported
-from .merge import merge_packed
+from .merge import merge_into, merge_packed
 
 __all__ = [
     "attn_bwd",
@@ -15,7 +16,9 @@ __all__ = [
     "check_pages",
     "index_entries",
     "index_unsupported",
+    "merge_into",
     "merge_packed",
     "takes_duals",
     "unsupported",
+    "write_eight_bits",
 ]
