@@ -42,6 +42,34 @@ def test_masks_on_any_cell(mask, cell):
     check_cell(cell, SPECS[mask], (4, 2), 16, 16)
 
 
+@pytest.fixture
+def tf32():
+    """torch's switch for TF32 in products of fp32."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+def test_three_products_of_tf32(tf32):
+    """Are as near as fp32. Only a GPU has them: the interpreter multiplies in fp32, whatever the switch says."""
+    check_cell("cell of a grid", {}, (4, 2), 64, 64)
+
+
+def test_when_fp32_runs_on_tensor_cores(tf32, monkeypatch):
+    """In fp32, up to a head_dim of 192, without tangents, on NVIDIA's GPUs, where torch's switch allows TF32."""
+    arches = {"arch": "sm90"}
+    monkeypatch.setattr(host, "arch", lambda device: arches["arch"])
+    q, narrow = torch.zeros(1, 1, 1, 64), host.HeadDims(192, 128)
+    wide, dual = host.HeadDims(193, 64), host.HeadDims(64, 64, True)
+    found = [host.precision_of(q, x) for x in (narrow, wide, dual)]
+    assert found == ["tf32x3", "ieee", "ieee"] and host.precision_of(q.half(), narrow) == "ieee"
+    arches["arch"] = "gfx942"
+    assert host.precision_of(q, narrow) == "ieee"
+    arches["arch"], torch.backends.cuda.matmul.fp32_precision = "sm90", "ieee"
+    assert host.precision_of(q, narrow) == "ieee"
+
+
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-30, 4.0])
 def test_scales(scale, softcap):

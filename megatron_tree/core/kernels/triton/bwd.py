@@ -120,21 +120,21 @@ def _dq_range(
     softcap, slope2, keep_weight, dropout,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     N: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    DUAL: tl.constexpr, STAGES: tl.constexpr,
+    DUAL: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     cols = tl.arange(0, N)
     lse2, delta, mu, kappa = statistics
     for n in tl.range(lo, hi, N, num_stages=STAGES):
         k0, k1 = load_columns(K, k_row + n, sk, k_len - n, N, D0, D1, D, MASK, DUAL)
         v0, v1 = load_columns(V, k_row + n, sv, k_len - n, N, E0, E1, E, MASK, DUAL)
-        s, st = products(q0, q1, k0, k1, D1, DUAL)
-        dp, dpt = products(do0, do1, v0, v1, E1, DUAL)
+        s, st = products(q0, q1, k0, k1, D1, DUAL, PRECISION)
+        dp, dpt = products(do0, do1, v0, v1, E1, DUAL, PRECISION)
         _, _, ds, dst = _weights(
             s, st, dp, dpt, lse2[:, None], delta[:, None], mu[:, None], kappa[:, None], q_pos[:, None],
             (k_pos + n + cols)[None, :], (cols < k_len - n)[None, :], left, right, scale, softcap, slope2, keep_weight,
             dropout, MASK, CAUSAL, WINDOW, SOFTCAP, DUAL,
         )  # fmt: skip
-        dq0, dq1 = add_products(dq0, dq1, lower(ds, k0), dst, k0, k1, D1, DUAL)  # d2F/dq dzeta: (7), and (14)
+        dq0, dq1 = add_products(dq0, dq1, lower(ds, k0), dst, k0, k1, D1, DUAL, PRECISION)  # d2F/dq dzeta: (7), (14)
     return dq0, dq1
 
 
@@ -145,7 +145,7 @@ def attn_bwd_dq_kernel(
     softcap, seed_low, seed_high, threshold, first_head, keep_weight,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, DUAL: tl.constexpr, STAGES: tl.constexpr,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, DUAL: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """DQ += this block's dq; tables as in `attn_fwd_kernel`. LSE2 and DELTA [b, h, s]; if DUAL [b, h, 2, s], with
     mu and kappa besides."""
@@ -170,7 +170,7 @@ def attn_bwd_dq_kernel(
             dq0, dq1 = _dq_range(
                 dq0, dq1, q0, q1, do0, do1, statistics, k_base, v_base, k_row, k_strides[1], v_strides[1],
                 bounds[phase], bounds[phase + 1], k_len, k_pos, q_pos, left, right, scale, softcap, slope2, keep_weight,
-                dropout, D, D0, D1, E, E0, E1, N, phase != 1, CAUSAL, WINDOW, SOFTCAP, DUAL, STAGES,
+                dropout, D, D0, D1, E, E0, E1, N, phase != 1, CAUSAL, WINDOW, SOFTCAP, DUAL, STAGES, PRECISION,
             )  # fmt: skip
     dq_base = head_of(DQ, dq_strides, b, h)
     store_columns(dq_base, row, dq_strides[1], rows, dq0 * scale, dq1 * scale, True, M, D0, D1, D, DUAL)
@@ -182,7 +182,7 @@ def _dkdv_range(
     q_len, q_pos, k_pos, in_k, left, right, scale, softcap, slope2, keep_weight, dropout,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     M: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    DUAL: tl.constexpr, STAGES: tl.constexpr,
+    DUAL: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Transposed products [keys, queries]: the tile of keys is fixed, the loop runs over queries."""
     cols = tl.arange(0, M)
@@ -190,8 +190,8 @@ def _dkdv_range(
         rows = q_len - n
         q0, q1 = load_columns(Q, q_row + n, sq, rows, M, D0, D1, D, MASK, DUAL)
         do0, do1 = load_columns(DOUT, q_row + n, sd, rows, M, E0, E1, E, MASK, DUAL)
-        s, st = products(k0, k1, q0, q1, D1, DUAL)
-        dp, dpt = products(v0, v1, do0, do1, E1, DUAL)
+        s, st = products(k0, k1, q0, q1, D1, DUAL, PRECISION)
+        dp, dpt = products(v0, v1, do0, do1, E1, DUAL, PRECISION)
         lse2, delta, mu, kappa = _load_statistics(LSE2, DELTA, lse_strides, q_row, n, rows, M, MASK, DUAL)
         p, pt, ds, dst = _weights(
             s, st, dp, dpt, lse2[None, :], delta[None, :], mu[None, :], kappa[None, :], (q_pos + n + cols)[None, :],
@@ -199,10 +199,10 @@ def _dkdv_range(
             WINDOW, SOFTCAP, DUAL,
         )  # fmt: skip
         ds, p = lower(ds, q0), lower(p, do0)
-        dv0, dv1 = add_products(dv0, dv1, p, pt, do0, do1, E1, DUAL)  # d2F/dv dzeta: (5), and (12)
-        dk0, dk1 = add_products(dk0, dk1, ds, dst, q0, q1, D1, DUAL)  # d2F/dk dzeta: (7), and (14)
+        dv0, dv1 = add_products(dv0, dv1, p, pt, do0, do1, E1, DUAL, PRECISION)  # d2F/dv dzeta: (5), and (12)
+        dk0, dk1 = add_products(dk0, dk1, ds, dst, q0, q1, D1, DUAL, PRECISION)  # d2F/dk dzeta: (7), and (14)
         if DQ_BOXES is not None:  # rows after the segment get zeros
-            dq = dot(tl.trans(ds), k0, tl.zeros((M, D0), tl.float32))
+            dq = dot(tl.trans(ds), k0, tl.zeros((M, D0), tl.float32), PRECISION)
             add_box(DQ_BOXES, b, q_row + n, h, dq * scale, M, D0)
     return dk0, dk1, dv0, dv1
 
@@ -214,7 +214,7 @@ def attn_bwd_dkdv_kernel(
     slopes_stride, left, right, scale, softcap, seed_low, seed_high, threshold, first_head, keep_weight, parts,
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, DUAL: tl.constexpr, STAGES: tl.constexpr,
+    SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, DUAL: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """DK, DV [parts] += this block's, a part from each slice of the query heads of a KV head; k_tiles and q_segments
     as q_tiles and k_segments in `attn_fwd_kernel`. DQ_BOXES: a descriptor of dq with boxes of M rows, to which this
@@ -248,7 +248,7 @@ def attn_bwd_dkdv_kernel(
                 LSE2 + of_head, DELTA + of_head, lse_strides, DQ_BOXES, b.to(tl.int32),
                 h.to(tl.int32), q_row, q_strides[1], dout_strides[1], bounds[phase], bounds[phase + 1], q_len, q_pos,
                 k_pos, in_k, left, right, scale, softcap, slope2, keep_weight, dropout, D, D0, D1, E, E0, E1, M,
-                phase != 1, CAUSAL, WINDOW, SOFTCAP, DUAL, STAGES,
+                phase != 1, CAUSAL, WINDOW, SOFTCAP, DUAL, STAGES, PRECISION,
             )  # fmt: skip
     if DROPOUT:
         dv0 *= keep_weight

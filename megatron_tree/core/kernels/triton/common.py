@@ -25,12 +25,13 @@ UNBOUNDED = 1 << 30  # an infinite side of a window
 
 
 @triton.jit
-def dot(a, b, acc):
-    """acc + a @ b. "ieee" matters only for fp32. The interpreter computes everything in fp32."""
+def dot(a, b, acc, PRECISION: tl.constexpr = "ieee"):
+    """acc + a @ b. PRECISION: of fp32, "ieee" or "tf32x3", three products of TF32 on tensor cores. The interpreter
+    computes everything in fp32."""
     if INTERPRET:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
-        return tl.dot(a, b, acc, input_precision="ieee")
+        return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit
@@ -121,26 +122,26 @@ def store_columns(
 
 
 @triton.jit
-def products(x0, x1, y0, y1, D1: tl.constexpr, DUAL: tl.constexpr):
+def products(x0, x1, y0, y1, D1: tl.constexpr, DUAL: tl.constexpr, PRECISION: tl.constexpr):
     """x y^T, fp32, and its tangent."""
     zero = tl.zeros((x0.shape[0], y0.shape[0]), tl.float32)
-    s = dot(x0, tl.trans(y0), zero)
+    s = dot(x0, tl.trans(y0), zero, PRECISION)
     st = s
     if DUAL:
-        st = dot(x1, tl.trans(y0), dot(x0, tl.trans(y1), zero))
+        st = dot(x1, tl.trans(y0), dot(x0, tl.trans(y1), zero, PRECISION), PRECISION)
     elif D1 > 0:
-        s = dot(x1, tl.trans(y1), s)
+        s = dot(x1, tl.trans(y1), s, PRECISION)
     return s, st
 
 
 @triton.jit
-def add_products(acc0, acc1, w, wt, x0, x1, D1: tl.constexpr, DUAL: tl.constexpr):
+def add_products(acc0, acc1, w, wt, x0, x1, D1: tl.constexpr, DUAL: tl.constexpr, PRECISION: tl.constexpr):
     """acc + w x, and its tangent, from weights w in the dtype of x and their tangent wt, fp32."""
-    acc0 = dot(w, x0, acc0)
+    acc0 = dot(w, x0, acc0, PRECISION)
     if DUAL:
-        acc1 = dot(lower(wt, x0), x0, dot(w, x1, acc1))
+        acc1 = dot(lower(wt, x0), x0, dot(w, x1, acc1, PRECISION), PRECISION)
     elif D1 > 0:
-        acc1 = dot(w, x1, acc1)
+        acc1 = dot(w, x1, acc1, PRECISION)
     return acc0, acc1
 
 

@@ -83,7 +83,7 @@ _SM80 = {
     "dkdv_jvp": _SM90["dkdv_jvp"],
 }
 _SM86 = {
-    "fwd": _SM80["fwd"],
+    "fwd": _SM80["fwd"] | {192: Tiles(128, 64, 8, 2)},
     "dq": _SM80["dq"] | {256: Tiles(32, 32, 8, 2)},
     "dkdv": _SM80["dkdv"] | {256: Tiles(32, 32, 8, 1)},
     "fwd_jvp": _SM80["fwd_jvp"],
@@ -98,22 +98,33 @@ _GFX942 = {
     "dq_jvp": {64: Tiles(64, 32, 4, 1), 128: Tiles(32, 16, 4, 1), 256: Tiles(16, 16, 4, 1)},
     "dkdv_jvp": {64: Tiles(32, 64, 4, 1), 128: Tiles(16, 32, 4, 1), 256: Tiles(16, 16, 4, 1)},
 }
+# of fp32 as three products of TF32, with the registers of 16 or 32 rows that don't spill on any architecture
+TF32X3 = {
+    "fwd": {64: Tiles(32, 32, 8, 1), 192: Tiles(16, 32, 4, 1)},
+    "dq": {64: Tiles(32, 32, 8, 1), 128: Tiles(16, 32, 4, 1), 192: Tiles(16, 16, 4, 1)},
+    "dkdv": {64: Tiles(32, 32, 8, 1), 192: Tiles(16, 16, 4, 1)},
+}
 ARCHES = {"sm80": _SM80, "sm86": _SM86, "sm90": _SM90, "sm100": _SM100, "gfx942": _GFX942}
 _INTERPRETER = Tiles(16, 16, 4, 1)
 _SHARED = {"sm80": 164, "sm86": 100, "sm90": 228, "sm100": 228, "gfx942": 64}  # KiB of a multiprocessor
 _RESERVED = 1024  # bytes of each block, for the driver
 
 
-def tiles(kernel: str, width: int, arch: str, itemsize: int = 2, dropout: bool = False) -> Tiles:
+def tiles(
+    kernel: str, width: int, arch: str, itemsize: int = 2, dropout: bool = False, precision: str = "ieee"
+) -> Tiles:
     """Tiles of "fwd", "dq" or "dkdv" for a head_dim of `width`; of dual tensors "fwd_jvp", "dq_jvp", "dkdv_jvp".
 
     arch: one of `ARCHES` or "interpreter".
 
     fp32 inputs (itemsize 4) are multiplied without matrix units, or with slow ones: small tiles, which don't spill.
+    precision: of fp32, as of common.dot; "tf32x3" has the head_dims of `TF32X3`.
     Dropout's random words need registers: 64 keys at most, and 8 warps for tiles of 128 x 64.
     """
     if arch == "interpreter":
         return _INTERPRETER
+    if precision == "tf32x3":
+        return next(tile for w, tile in TF32X3[kernel].items() if width <= w)
     if itemsize > 2:
         columns = 2 * width if kernel.endswith("jvp") else width
         most = 64 if kernel == "dkdv_jvp" else 192
@@ -148,7 +159,7 @@ def decode_tiles(rows: int, width: int, arch: str, itemsize: int = 2) -> Tiles:
     if itemsize > 2:
         return Tiles(m, 16 if width > 128 or arch == "gfx942" else 64, warps, 2)
     if arch == "gfx942":
-        return Tiles(m, 64, warps, 1)
+        return Tiles(m, 32 if m > 64 and width > 192 else 64, warps, 1)
     if arch == "sm86" and width > 192:
         return Tiles(m, 64 if m <= 64 else 32, warps, 2 if m == 16 else 1)
     return Tiles(m, 64, warps, 3 if m == 16 or width <= 128 else 2)

@@ -39,7 +39,7 @@ def _fwd_range(
     right, scale, softcap, slope2, dropout,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr, E1: tl.constexpr,
     N: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    DUAL: tl.constexpr, STAGES: tl.constexpr, SPECIALIZED: tl.constexpr,
+    DUAL: tl.constexpr, STAGES: tl.constexpr, SPECIALIZED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over keys lo..hi of one segment: acc0, acc1, l and mu are sums with weights exp2(logit - m); l and
     mu include dropped pairs. m is in base 2."""
@@ -50,7 +50,7 @@ def _fwd_range(
             k1 = k0
         else:
             k0, k1 = load_columns(K, k_row + n, sk, k_len - n, N, D0, D1, D, MASK, DUAL)
-        s, st = products(q0, q1, k0, k1, D1, DUAL)
+        s, st = products(q0, q1, k0, k1, D1, DUAL, PRECISION)
         s, factor, st, _, _ = logits(s, st, scale, softcap, SOFTCAP, DUAL)
         k_at = (k_pos + n + cols)[None, :]
         if slope2 is not None:
@@ -78,7 +78,7 @@ def _fwd_range(
         acc0 = acc0 * shrink[:, None]
         if E1 > 0:
             acc1 = acc1 * shrink[:, None]
-        acc0, acc1 = add_products(acc0, acc1, p, pst, v0, v1, E1, DUAL)
+        acc0, acc1 = add_products(acc0, acc1, p, pst, v0, v1, E1, DUAL, PRECISION)
     return acc0, acc1, m, l, mu
 
 
@@ -90,6 +90,7 @@ def attn_fwd_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, E: tl.constexpr, E0: tl.constexpr,
     E1: tl.constexpr, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, DROPOUT: tl.constexpr, DUAL: tl.constexpr, STAGES: tl.constexpr, SPECIALIZED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """q_tiles int32 [tiles, 5]: first row, rows, first position, first and last + 1 of its KV segments;
     k_segments int32 [n, 4]: row, length, position, sequence. SLOPES fp32 [b, h], ALiBi's, or None.
@@ -119,7 +120,7 @@ def attn_fwd_kernel(
                 acc0, acc1, m, l, mu, q0, q1, k_base, v_base, K_BOXES, V_BOXES, b.to(tl.int32),
                 (h // GROUP).to(tl.int32), k_row, k_strides[1], v_strides[1], bounds[phase], bounds[phase + 1], k_len,
                 k_pos, q_pos, left, right, scale, softcap, slope2, dropout, D, D0, D1, E, E0, E1, N, phase != 1, CAUSAL,
-                WINDOW, SOFTCAP, DUAL, STAGES, SPECIALIZED,
+                WINDOW, SOFTCAP, DUAL, STAGES, SPECIALIZED, PRECISION,
             )  # fmt: skip
     lse, l = softmax_end(m, l)
     weight = 1.0 / l

@@ -127,7 +127,7 @@ def write_state(
     fwd.attn_fwd_kernel[(q_tiles.shape[0], h, b)](
         **given, **_boxes(given["K"], given["V"], tiles, dims, arch(q.device)), OUT=out, LSE=lse,
         **alibi_slopes(spec, q), q_tiles=q_tiles, k_segments=k_table, out_strides=out.stride()[:3],
-        lse_strides=lse.stride()[:2], **_fixed(spec, scale, h // k.shape[2], dims, tiles),
+        lse_strides=lse.stride()[:2], **_fixed(spec, scale, h // k.shape[2], dims, tiles, precision_of(q, dims)),
     )  # fmt: skip
 
 
@@ -197,7 +197,7 @@ def _add_dq(given: dict, dq: Tensor, tiles: configs.Tiles, dims: HeadDims, *, q_
     q_tiles, k_table = tables(q_segments, k_segments, tiles.m, dq.device)
     bwd.attn_bwd_dq_kernel[(q_tiles.shape[0], h, b)](
         **given, DQ=dq, q_tiles=q_tiles, k_segments=k_table, dq_strides=dq.stride()[:3],
-        **_fixed(spec, spec.softmax_scale, group, dims, tiles),
+        **_fixed(spec, spec.softmax_scale, group, dims, tiles, precision_of(given["Q"], dims)),
     )  # fmt: skip
 
 
@@ -212,7 +212,7 @@ def _add_dkdv(given: dict, dk, dv, tiles: configs.Tiles, dims: HeadDims, *, q_se
         **given, DK=dk_parts, DV=dv_parts, k_tiles=k_tiles, q_segments=q_table, parts=parts,
         dk_part_stride=dk_parts.stride(0), dk_strides=dk_parts.stride()[1:4],
         dv_part_stride=dv_parts.stride(0), dv_strides=dv_parts.stride()[1:4],
-        **_fixed(spec, spec.softmax_scale, group, dims, tiles),
+        **_fixed(spec, spec.softmax_scale, group, dims, tiles, precision_of(given["Q"], dims)),
     )  # fmt: skip
     if parts > 1:
         dk += dk_parts.sum(0)
@@ -245,7 +245,7 @@ def attn_delta(dout: Tensor, out: Tensor, dlse: Tensor | None = None) -> Tensor:
 
 
 @functools.lru_cache(maxsize=1024)
-def _fixed(spec: AttnSpec, scale: float, group: int, dims: HeadDims, tiles: configs.Tiles) -> dict:
+def _fixed(spec: AttnSpec, scale: float, group: int, dims: HeadDims, tiles: configs.Tiles, precision: str) -> dict:
     """A training kernel's scalar arguments, and the constants that it is compiled for.
 
     Made once for all launches with the same options, and not to be changed.
@@ -254,8 +254,20 @@ def _fixed(spec: AttnSpec, scale: float, group: int, dims: HeadDims, tiles: conf
     return dict(
         left=left, right=right, scale=scale, softcap=spec.softcap, **_dropout_arguments(spec),
         GROUP=group, **dims.constants, **mask_flags(spec), DUAL=dims.dual, M=tiles.m, N=tiles.n, STAGES=tiles.stages,
+        PRECISION=precision,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
+
+
+def precision_of(q: Tensor, dims: HeadDims) -> str:
+    """How fp32 is multiplied in training: "ieee", or as three products of TF32 on NVIDIA's tensor cores ("tf32x3"), if
+    torch's switch allows TF32, `torch.set_float32_matmul_precision("high")`; not of wider heads, whose registers would
+    spill, and of tangents."""
+    if q.dtype != torch.float32 or dims.dual or dims.width > max(configs.TF32X3["fwd"]):
+        return "ieee"
+    matmul = torch.backends.cuda.matmul
+    allowed = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    return "tf32x3" if allowed and arch(q.device).startswith("sm") else "ieee"
 
 
 def _positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
@@ -286,7 +298,8 @@ def _tiles(kernel: str, q: Tensor, dims: HeadDims, spec: AttnSpec) -> configs.Ti
     plain = q.element_size() == 2 and spec.dropout is None
     if plain and (measured := fastest.tiles_for(fastest.gpu_of(q.device), name, dims.width)):
         return configs.Tiles(*measured)
-    return configs.tiles(name, dims.width, arch(q.device), q.element_size(), spec.dropout is not None)
+    options = q.element_size(), spec.dropout is not None, precision_of(q, dims)
+    return configs.tiles(name, dims.width, arch(q.device), *options)
 
 
 def operands(**tensors: Tensor) -> dict:
