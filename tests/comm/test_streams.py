@@ -205,3 +205,27 @@ def _overlaps(rank, world, grid, chunks):
 @pytest.mark.parametrize("grid", [(1, 2), (2, 1)])
 def test_a_gather_waits_for_the_attention_whose_memory_it_takes(grid):
     assert all(run_distributed(_overlaps, 2, grid, 4))
+
+
+def _in_either_order(rank, world, options):
+    torch.manual_seed(rank)
+    config = TreeConfig(transport="direct", timeout_s=20.0, **options)
+    inputs = [torch.randn(1, 8, 8, 8, requires_grad=True) for _ in range(3)]
+    results = []
+    for streams in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(comm, "on_streams", lambda device, streams=streams: streams)
+            out = tree_attn_func(*inputs, cp_group=torch.distributed.group.WORLD, causal=True, config=config)
+            results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
+    return all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("schedule", ["grid", "heads", "ring", "gather"])
+def test_the_order_of_streams_gives_the_same_bits(schedule):
+    options = {
+        "grid": dict(grid=(2, 2), grid_backward=(1, 4), head_chunks=4),
+        "heads": dict(ulysses_size=2, grid=(1, 2), grid_backward=(2, 1), head_chunks=4),
+        "ring": dict(ulysses_size=2, schedule="ring"),
+        "gather": dict(deterministic="ranks", head_chunks=2),
+    }
+    assert all(run_distributed(_in_either_order, 4, options[schedule]))
