@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ..layout import Sharding, by_document, visible_rows
 from ..spec import MaskBounds
 from .cost import PassClock, Phase, PlacedTopology, Stage, spread
-from .plans import Arrangement, CallSizes, Cost, HeadSplit, PassPlan
+from .plans import MERGE, MERGE_PACKED, Arrangement, CallSizes, Cost, HeadSplit, PassPlan
 from .stages import Stages, run_stages
 
 
@@ -304,7 +304,8 @@ def ring_plan(
         merging = 3 * results / placed.topology.memory_bandwidth
     else:
         local_s += sizes.beside_products(placed.topology, backward, calls=1, merged=0, merged_keys=0)
-        merging = sizes.beside_products(placed.topology, backward, calls=0, merged=1, merged_keys=1)
+        merge = MERGE_PACKED if sizes.packed else MERGE
+        merging = sizes.beside_products(placed.topology, backward, calls=0, merged=1, merged_keys=1, merge=merge)
     other_s = local_s + merging + placed.topology.chunk_s  # a step is a chunk, except for that of the local shard
     time = local_s
     if n > 1:
