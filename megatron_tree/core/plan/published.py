@@ -83,9 +83,10 @@ def _training(
             for rival, speeds in measured.items():
                 if speeds[i] is not None:
                     costs = [next(c.cost for c in x.candidates[n] if rival in rival_names(c)) for x in plans]
-                    work = fmean(cost.compute_s for cost in costs) * assumed.flops
-                    speed = fmean(cost.compute_s / cost.time_s for cost in costs) * assumed.flops
-                    yield Comparison(what, source, f"{name}, {world} GPUs", rival, work / speeds[i] / 1e12, work / speed)
+                    compute_s = fmean(cost.compute_s for cost in costs)
+                    seconds = compute_s * assumed.flops / speeds[i] / 1e12
+                    predicted = compute_s / fmean(cost.compute_s / cost.time_s for cost in costs)
+                    yield Comparison(what, source, f"{name}, {world} GPUs", rival, seconds, predicted)
 
 
 def _machine(topology: Topology, flops: float, nvlink=None, memory_bandwidth=None) -> Topology:
