@@ -1,12 +1,15 @@
 """Decode steps that are captured and replayed give what ordinary steps give. A tape takes the place of a CUDA graph."""
 
+import contextlib
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
@@ -14,6 +17,7 @@ from megatron_tree import CommError, TreeConfig
 from megatron_tree.core import comm, log
 from megatron_tree.core.cache import graph
 from megatron_tree.core.cache.graph import check_runner
+from megatron_tree.core.comm import collectives, reductions, work
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.infer.runner import Runner
 from megatron_tree.tools.bench.device_checks import VOCAB, SmallRunner
@@ -242,3 +246,54 @@ def test_rows_that_come_and_go_share_few_graphs():
             steps._steps[capacity] = None
             new.append(i)
     assert len(new) <= graph.MAX_GRAPHS and new[-1] < 1000, new
+
+
+class _Launches(TorchDispatchMode):
+    """Counts the operations that start a kernel on a GPU: views and memory start none, torch's merge is one there, and
+    ranks of NCCL do not meet before a collective."""
+
+    def __init__(self, stack):
+        super().__init__()
+        self.names, self._inside = Counter(), 0
+        for module, name in ((reductions.PackedReducer, "merge"), (work, "meet"), (collectives, "meet")):
+            stack.enter_context(mock.patch.object(module, name, self._as_one(name, getattr(module, name))))
+
+    def _as_one(self, name, call):
+        def run(*args):
+            self._inside += 1
+            try:
+                return call(*args)
+            finally:
+                self._inside -= 1
+                self.names[name] += name != "meet"
+
+        return run
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not (self._inside or func.is_view or func._schema.name in NO_KERNEL):
+            self.names[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+NO_KERNEL = {"aten::_unsafe_view", "aten::empty", "aten::fill_", "aten::new_empty"}  # tests fill what is empty
+
+
+def _launches(rank, world, schedule, layers):
+    config = TreeConfig(transport="builtin", check="never")
+    runner = SmallRunner(cp_group=dist.group.WORLD, schedule=schedule, windows=(None,) * layers, config=config)
+    row = runner.add()
+    runner.prefill(row, torch.arange(1, 30))
+    for _ in range(2):
+        runner.step([row], torch.tensor([[3]]))
+    with contextlib.ExitStack() as stack, _Launches(stack) as launches:
+        runner.step([row], torch.tensor([[3]]))
+    return launches.names
+
+
+@pytest.mark.parametrize(("schedule", "most"), [("allgather", 10), ("scatter", 13), ("allreduce", 19)])
+def test_launches_of_an_eager_layer(schedule, most):
+    """Beside attention, of two layers, on the rank that stores the token; the model's own are a norm, two products,
+    tanh and a sum."""
+    one, two = (max(run_distributed(_launches, 2, schedule, n), key=Counter.total) for n in (1, 2))
+    layer = two - one
+    assert layer["aten::mm"] == 2 and layer.total() <= most, layer
