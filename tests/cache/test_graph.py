@@ -1,10 +1,15 @@
 """Decode steps that are captured and replayed give what ordinary steps give. A tape takes the place of a CUDA graph."""
 
+import contextlib
+import math
+from collections import Counter, OrderedDict
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
@@ -12,6 +17,7 @@ from megatron_tree import CommError, TreeConfig
 from megatron_tree.core import comm, log
 from megatron_tree.core.cache import graph
 from megatron_tree.core.cache.graph import check_runner
+from megatron_tree.core.comm import collectives, reductions, work
 from megatron_tree.integrations.transformers.attention import TreeCache
 from megatron_tree.integrations.transformers.infer.runner import Runner
 from megatron_tree.tools.bench.device_checks import VOCAB, SmallRunner
@@ -219,3 +225,75 @@ def test_nccl_may_not_register_what_one_rank_captures(value, warnings, monkeypat
         monkeypatch.setenv("NCCL_GRAPH_REGISTER", value)
     check_runner(_runner())
     assert [x.message.count("NCCL_GRAPH_REGISTER=0") for x in caplog.records] == [1] * warnings
+
+
+def test_rows_that_come_and_go_share_few_graphs():
+    """Of all lengths from 8k to 64k, in any order: 32 graphs are captured, and none of them again. One for each
+    capacity would be captured in 2,500 of the 4,000 steps."""
+    steps = graph.GraphedSteps.__new__(graph.GraphedSteps)
+    steps._steps, random, new = OrderedDict(), torch.Generator().manual_seed(5), []
+    for i in range(4000):
+        rows, octave, rest = (int(torch.randint(n, (1,), generator=random)) for n in (7, 3, 1000))
+        tokens = 8192 * 2**octave * (1 + rest / 1000)
+        pages = graph._quarter_steps(math.ceil(tokens / 16 / 8))
+        needed = graph.Capacity(2**rows, graph._power_of_2(math.ceil(tokens)), (pages, min(pages, 10)))
+        capacity, is_known = steps._choose(needed)
+        assert (
+            capacity.rows == needed.rows and capacity.tokens >= needed.tokens and len(steps._steps) <= graph.MAX_GRAPHS
+        )
+        assert all(n <= m for n, m in zip(needed.pages, capacity.pages)) and capacity.pages[0] <= 2 * needed.pages[0]
+        if not is_known:
+            steps._steps[capacity] = None
+            new.append(i)
+    assert len(new) <= graph.MAX_GRAPHS and new[-1] < 1000, new
+
+
+class _Launches(TorchDispatchMode):
+    """Counts the operations that start a kernel on a GPU: views and memory start none, torch's merge is one there, and
+    ranks of NCCL do not meet before a collective."""
+
+    def __init__(self, stack):
+        super().__init__()
+        self.names, self._inside = Counter(), 0
+        for module, name in ((reductions.PackedReducer, "merge"), (work, "meet"), (collectives, "meet")):
+            stack.enter_context(mock.patch.object(module, name, self._as_one(name, getattr(module, name))))
+
+    def _as_one(self, name, call):
+        def run(*args):
+            self._inside += 1
+            try:
+                return call(*args)
+            finally:
+                self._inside -= 1
+                self.names[name] += name != "meet"
+
+        return run
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not (self._inside or func.is_view or func._schema.name in NO_KERNEL):
+            self.names[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+NO_KERNEL = {"aten::_unsafe_view", "aten::empty", "aten::fill_", "aten::new_empty"}  # tests fill what is empty
+
+
+def _launches(rank, world, schedule, layers):
+    config = TreeConfig(transport="builtin", check="never")
+    runner = SmallRunner(cp_group=dist.group.WORLD, schedule=schedule, windows=(None,) * layers, config=config)
+    row = runner.add()
+    runner.prefill(row, torch.arange(1, 30))
+    for _ in range(2):
+        runner.step([row], torch.tensor([[3]]))
+    with contextlib.ExitStack() as stack, _Launches(stack) as launches:
+        runner.step([row], torch.tensor([[3]]))
+    return launches.names
+
+
+@pytest.mark.parametrize(("schedule", "most"), [("allgather", 10), ("scatter", 13), ("allreduce", 19)])
+def test_launches_of_an_eager_layer(schedule, most):
+    """Beside attention, of two layers, on the rank that stores the token; the model's own are a norm, two products,
+    tanh and a sum."""
+    one, two = (max(run_distributed(_launches, 2, schedule, n), key=Counter.total) for n in (1, 2))
+    layer = two - one
+    assert layer["aten::mm"] == 2 and layer.total() <= most, layer

@@ -104,6 +104,31 @@ def test_nccl_sub_groups_need_no_other_ranks(device, backends, monkeypatch):
     ranks.state.subgroups.clear()
 
 
+@pytest.mark.parametrize("comes_first", [False, True])
+@pytest.mark.parametrize("name", [(), ("keys",)], ids=["unnamed", "keys"])
+def test_a_team_of_all_ranks_comes_before_attention(name, comes_first, monkeypatch):
+    """It has a group of its own only where the ranks' group has no priority, and not for small messages of the host."""
+    options = SimpleNamespace(options=_Options(comes_first))
+    group = type("Group", (), {"_get_backend": lambda self, device: options})()
+    state = GroupState(2, 1, {"cuda": "nccl"}, (4, 5))
+    ranks = SimpleNamespace(
+        group=group, size=2, limit=timedelta(seconds=30), timeout_s=30.0, state=state, backend="nccl", device=CPU
+    )
+    made = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: made.append((ranks, options)) or "new")
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
+    monkeypatch.setattr(type(dist.group), "WORLD", SimpleNamespace(bound_device_id=None))
+    found = subgroup(comm.Team(ranks, ((0, 1),), name), (1, 0))
+    assert subgroup(comm.Team(ranks, ((0,), (1,)), (*name, *name)), (1, 0)) == found
+    if comes_first or not name:
+        assert found is group and not made
+    else:
+        [(whole, options)] = made
+        assert found == "new" and whole == [4, 5] and options["pg_options"].is_high_priority_stream
+    state.subgroups.clear()
+
+
 def test_a_default_group_of_nccl(monkeypatch):
     """Its kernels come first, and no buffers are registered while one rank captures a CUDA graph."""
     made = {}

@@ -7,7 +7,7 @@ from megatron_tree.core.plan import Stages, run_stages
 ORDER = ("exchange", "gather", "receive", "attend", "advance", "give_back", "collect")
 
 
-def _log_of(num_chunks):
+def _log_of(num_chunks, streams):
     log = []
 
     class Logged(Stages):
@@ -15,13 +15,14 @@ def _log_of(num_chunks):
             for stage in ORDER:
                 setattr(self, stage, lambda stage=stage: log.append((i, stage)))
 
-    run_stages([Logged(i) for i in range(num_chunks)])
+    run_stages([Logged(i) for i in range(num_chunks)], streams=streams)
     return log
 
 
+@pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 7])
-def test_stages_of_neighbours_overlap(num_chunks):
-    log, gathered = _log_of(num_chunks), set()
+def test_stages_of_neighbours_overlap(num_chunks, streams):
+    log, gathered = _log_of(num_chunks, streams), set()
     for i in range(num_chunks):
         assert tuple(stage for chunk, stage in log if chunk == i) == ORDER
     for i in range(num_chunks - 1):

@@ -7,9 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_tree import TreeConfig, tree_attn_func
 from megatron_tree.core import comm
+from megatron_tree.core.attention import cell
 from megatron_tree.core.comm import collectives, work
+from megatron_tree.core.kernels import Backend
 from support.bound import bound
 from support.ranks import run_distributed
 
@@ -91,3 +95,137 @@ def test_another_stream_may_not_wait(monkeypatch):
     pending = work.Pending(iter(()), SimpleNamespace(type="cuda"))
     with pytest.raises(RuntimeError, match="on the stream that has started it"):
         pending.wait()
+
+
+class _Stream:
+    """A stream whose operations wait for those before them: each is (name, the operations that it waits for)."""
+
+    def __init__(self, name):
+        self.device, self.name, self.last = None, name, ()
+
+    def run(self, name):
+        self.last = (name, self.last)
+
+    def wait_stream(self, other):
+        self.last = ("", self.last, other.last)
+
+
+def _waits_for(operation):
+    """The names of all operations that must end before this one starts."""
+    found, reached = set(), list(operation[1:])
+    while reached:
+        name, *before = reached.pop() or ("",)
+        found.add(name)
+        reached += before
+    return found
+
+
+def _overlaps(rank, world, grid, chunks):
+    """A forward and a backward whose collectives are on stand-ins of streams.
+
+    Gathering the rows of chunk n + 1 waits for attention over those of chunk n - 1, whose memory it takes, and for no
+    later one; the first two wait for none, not that of the local pair either. Rows of two chunks exist at most.
+    """
+    main, sides, now, current = _Stream("main"), {}, {"stage": ("", 0)}, []
+    current.append(main)
+    gathers, attends, alive = {}, {}, []
+
+    @contextlib.contextmanager
+    def on_stream(stream):
+        current.append(stream)
+        yield
+        current.pop()
+
+    def side_stream(start, kind):
+        return sides.setdefault(kind, _Stream(kind))
+
+    class Pending(work.Pending):
+        def __init__(self, steps, device, inputs, kind="gather"):
+            super().__init__(steps, device, inputs, kind)
+            stage, chunk = now["stage"]
+            self._stream.run(f"{kind} {chunk}")
+            if stage == "gather":
+                gathers.setdefault(chunk, []).append(self._stream.last)
+                alive.append((chunk, StorageWeakRef(self._result.untyped_storage())))
+                chunks_alive = {of for of, x in alive if not x.expired()}
+                assert len(chunks_alive) <= 2, chunks_alive
+
+    def staged(cell_class, stage):
+        run = getattr(cell_class, stage)
+
+        def noted(self):
+            now["stage"] = stage, self.chunk.kv.start
+            run(self)
+            now["stage"] = "", 0
+
+        return noted
+
+    def kernel(call):
+        def run(*args, **options):
+            stage, chunk = now["stage"]
+            main.run(f"{stage} {chunk}")
+            attends[stage, chunk] = main.last
+            return call(*args, **options)
+
+        return run
+
+    torch.manual_seed(rank)
+    q, k, v = (torch.randn(1, 8, chunks, 8, requires_grad=True) for _ in range(3))
+    config = TreeConfig(grid=grid, grid_backward=grid, head_chunks=chunks, transport="direct", timeout_s=20.0)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (work, comm):
+            patch.setattr(module, "on_streams", lambda device: True)
+        patch.setattr(collectives, "Pending", Pending)
+        patch.setattr(work, "_side_stream", side_stream)
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
+        patch.setattr(torch.cuda, "stream", on_stream)
+        for cell_class in (cell.CellForward, cell.CellBackward):
+            for stage in ("gather", "receive", "attend"):
+                patch.setattr(cell_class, stage, staged(cell_class, stage))
+        for name in ("attn_fwd", "attn_bwd"):
+            patch.setattr(Backend, name, kernel(getattr(Backend, name)))
+        out = tree_attn_func(q, k, v, cp_group=torch.distributed.group.WORLD, causal=True, config=config)
+        for backward in (False, True):
+            if backward:
+                gathers.clear(), attends.clear(), alive.clear()
+                for stream in (main, *sides.values()):
+                    stream.last = ()
+                out.sum().backward()
+            assert sorted(gathers) == list(range(chunks)) and len(attends) == chunks + 1  # and the local pair
+            for chunk, started in gathers.items():
+                for gather in started:
+                    later = {f"attend {n}" for n in range(max(0, chunk - 1), chunks)}
+                    assert not later & _waits_for(gather), (chunk, later)
+                    assert chunk > 1 or "receive 0" not in _waits_for(gather), chunk
+                    assert chunk < 2 or f"attend {chunk - 2}" in _waits_for(gather), chunk
+                    assert f"gather {chunk}" in _waits_for(attends["attend", chunk])
+    return True
+
+
+@pytest.mark.parametrize("grid", [(1, 2), (2, 1)])
+def test_a_gather_waits_for_the_attention_whose_memory_it_takes(grid):
+    assert all(run_distributed(_overlaps, 2, grid, 4))
+
+
+def _in_either_order(rank, world, options):
+    torch.manual_seed(rank)
+    config = TreeConfig(transport="direct", timeout_s=20.0, **options)
+    inputs = [torch.randn(1, 8, 8, 8, requires_grad=True) for _ in range(3)]
+    results = []
+    for streams in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(comm, "on_streams", lambda device, streams=streams: streams)
+            out = tree_attn_func(*inputs, cp_group=torch.distributed.group.WORLD, causal=True, config=config)
+            results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
+    return all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("schedule", ["grid", "heads", "ring", "gather"])
+def test_the_order_of_streams_gives_the_same_bits(schedule):
+    options = {
+        "grid": dict(grid=(2, 2), grid_backward=(1, 4), head_chunks=4),
+        "heads": dict(ulysses_size=2, grid=(1, 2), grid_backward=(2, 1), head_chunks=4),
+        "ring": dict(ulysses_size=2, schedule="ring"),
+        "gather": dict(deterministic="ranks", head_chunks=2),
+    }
+    assert all(run_distributed(_in_either_order, 4, options[schedule]))

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import socket
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -11,9 +12,13 @@ import pytest
 pytest.importorskip("deepspeed")
 
 from megatron_tree import launching
-from megatron_tree.inference.serving import command
+from megatron_tree.core import log
+from megatron_tree.core.cache.graph import GraphedSteps
+from megatron_tree.inference.serving import command, start
+from megatron_tree.tools.bench.device_checks import SmallRunner
 from support.http_server import byte_model, byte_tokenizer
 from support.ranks import run_distributed
+from support.tape import Tape, TapedSteps
 
 
 @pytest.fixture(scope="module")
@@ -124,3 +129,39 @@ def test_any_end_token_of_the_model_or_the_tokenizer_ends_an_answer(tmp_path):
         (answer,) = line["answers"]
         found = (line["completion_tokens"], answer["finish_reason"], answer["stop_reason"])
         assert found == (count, "stop", end), i
+
+
+def _looks_at_values(self, forward, tokens, positions, keep):
+    return run_small(self, forward, tokens, positions, keep) * float(positions.max())
+
+
+run_small = SmallRunner._run
+NO_GRAPHS = {
+    None: None,
+    "only a GPU has CUDA graphs": lambda runner: GraphedSteps(runner),
+    "beside images": lambda runner: setattr(runner, "image_tokens", (7,)),
+    "makes the host wait": lambda runner: setattr(runner, "_run", _looks_at_values.__get__(runner)),
+}
+
+
+@pytest.mark.parametrize("reason", NO_GRAPHS)
+def test_programs_capture_decode_steps_where_they_can(reason, monkeypatch, caplog):
+    """Three steps are tried, with a tape in the place of a graph; what can't be captured is launched, and the log says
+    why."""
+
+    def new_runner(cuda_graphs):
+        runner = SmallRunner(page_size=4)
+        runner._graphs = TapedSteps(runner)
+        if reason is not None:
+            NO_GRAPHS[reason](runner)
+        return runner
+
+    engine = SimpleNamespace(runner_options={"cuda_graphs": False}, new_runner=new_runner)
+    monkeypatch.setattr(log, "_said", set())
+    Tape.begin()
+    with caplog.at_level("INFO", "megatron_tree"):
+        start.use_cuda_graphs(engine)
+    assert engine.runner_options == {"cuda_graphs": reason is None}
+    assert Tape.replays == (2 if reason is None else 0)
+    said = [x.message for x in caplog.records if "launched one by one" in x.message]
+    assert len(said) == (reason is not None) and all(reason in text for text in said)

@@ -104,6 +104,7 @@ class AttentionCall:
             bytes_per_word=self.dtype.itemsize,
             causal=self.spec.causal,
             visible_fraction=self.visible_fraction,
+            packed=isinstance(self.queries.layout, Packed),
             with_lse=self.return_lse or dual,
             dual=dual,
             mask=self.mask,

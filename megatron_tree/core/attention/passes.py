@@ -39,18 +39,20 @@ def forward(
     plan = call.plan.forward
     if plan.ulysses_size > 1:
         return forward_exchanged(q, k, v, sinks, call, with_lse)
+    streams = comm.on_streams(q.device)
     if plan.schedule == "ring":
-        run_stages([ring := RingForward(call, call.spec, q, k, v)])
+        run_stages([ring := RingForward(call, call.spec, q, k, v)], streams=streams)
         state = ring.state
     elif plan.schedule == "gather":
         parts = head_chunks(q.shape[2], k.shape[2], plan.head_chunks, call.spec)
-        run_stages(chunks := [GatherForward(call.cell(plan), chunk, q, (k, v)) for chunk in parts])
+        chunks = [GatherForward(call.cell(plan), chunk, q, (k, v)) for chunk in parts]
+        run_stages(chunks, streams=streams)
         state = join_heads([chunk.state for chunk in chunks])
     else:
         cell = call.cell(plan)
         local = LocalState(cell, call.spec, q, k, v, cell.local_dtype(q.dtype, sinks is not None))
         chunks = head_chunks(q.shape[2], k.shape[2], plan.head_chunks, call.spec)
-        run_stages([CellForward(cell, chunk, q, (k, v), local) for chunk in chunks])
+        run_stages([CellForward(cell, chunk, q, (k, v), local) for chunk in chunks], streams=streams)
         state = local.state
     if sinks is not None:  # merged once, after the whole tree
         state = merge_sinks(*state, sinks)  # one more term of F: (4)
@@ -66,19 +68,21 @@ def backward(
     plan = call.plan.backward
     if plan.ulysses_size > 1:
         return backward_exchanged(dout, delta, residuals, sinks, call)
+    streams = comm.on_streams(dout.device)
     if plan.schedule == "ring":
-        run_stages([ring := RingBackward(call, call.spec, dout, residuals, delta)])
+        run_stages([ring := RingBackward(call, call.spec, dout, residuals, delta)], streams=streams)
         grads = ring.grads
     elif plan.schedule == "gather":
         parts = head_chunks(residuals.q.shape[2], residuals.k.shape[2], plan.head_chunks, call.spec)
-        run_stages(chunks := [GatherBackward(call.cell(plan), x, dout, residuals, delta, sinks) for x in parts])
+        chunks = [GatherBackward(call.cell(plan), x, dout, residuals, delta, sinks) for x in parts]
+        run_stages(chunks, streams=streams)
         grads = tuple(torch.cat(parts, 2) for parts in zip(*(chunk.grads for chunk in chunks)))
         return *grads, None if sinks is None else torch.cat([chunk.dsinks for chunk in chunks])
     else:
         cell = call.cell(plan)
         local = LocalGrads(cell, call.spec, dout, residuals, delta)
         chunks = head_chunks(residuals.q.shape[2], residuals.k.shape[2], plan.head_chunks, call.spec)
-        run_stages([CellBackward(cell, chunk, dout, residuals, delta, local) for chunk in chunks])
+        run_stages([CellBackward(cell, chunk, dout, residuals, delta, local) for chunk in chunks], streams=streams)
         grads = local.grads
     return *grads, None if sinks is None else sink_grads(sinks, residuals.lse, delta)
 
@@ -99,7 +103,7 @@ def forward_exchanged(
     """As `forward`; what the backward needs is of the heads that this rank has after the exchange."""
     run = _Pass(call, call.plan.forward)
     chunks = [_ForwardChunk(run, chunk, q, k, v, sinks, with_lse) for chunk in run.chunks]
-    run_stages(chunks)
+    run_stages(chunks, streams=comm.on_streams(q.device))
     out, *lse = (run.exchange.joined(list(parts), q.shape[1]) for parts in zip(*(chunk.results for chunk in chunks)))
     lse = bits_float(lse[0], state_dtype(q.dtype))[..., 0].transpose(1, 2).contiguous() if lse else None
     parts = zip(zip(*(chunk.residuals for chunk in chunks)), (2, 2, 2, 1))
@@ -113,7 +117,7 @@ def backward_exchanged(
     """As `backward`; dout and delta are of this rank's tokens, with all heads."""
     run = _Pass(call, call.plan.backward)
     chunks = [_BackwardChunk(run, chunk, dout, delta, residuals, sinks) for chunk in run.chunks]
-    run_stages(chunks)
+    run_stages(chunks, streams=comm.on_streams(dout.device))
     dq, dk, dv = (list(parts) for parts in zip(*(chunk.results for chunk in chunks)))
     dsinks = None
     if sinks is not None:  # of this rank's heads only

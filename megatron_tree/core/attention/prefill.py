@@ -202,7 +202,7 @@ class PrefillCall:
             cell, kv = Cell(**cell), (k, v)
         chunks = [HeadChunk.all(spec)] if n == 1 else head_chunks(q.shape[2], k.shape[2], n, spec)
         chunks = [CellForward(cell, head_chunk, q, kv) for head_chunk in chunks]
-        run_stages(chunks)
+        run_stages(chunks, streams=comm.on_streams(q.device))
         return join_heads([head_chunk.state for head_chunk in chunks])
 
     def _planned(self, cache: KVCache, ranks: comm.Ranks, chunk: PromptChunk) -> tuple[comm.Team, comm.Team, int]:

@@ -50,6 +50,12 @@ class Capacity(NamedTuple):
     pages: tuple[int, ...]
     """By kind of layer: upper bound of a row's pages on one rank."""
 
+    def serves(self, needed: Capacity) -> bool:
+        """Whether a step of this capacity may take the place of one of `needed`, and about as fast: its kernels split
+        the keys of its pages, so rows that have less than half of them would leave most of a GPU without work."""
+        holds = self.tokens >= needed.tokens and all(x >= y for x, y in zip(self.pages, needed.pages, strict=True))
+        return self.rows == needed.rows and holds and max(self.pages) <= 2 * max(needed.pages)
+
 
 class Capacities:
     """The capacity for the rows of a step. Every rank finds the same, in its own book of all ranks' pages."""
@@ -258,13 +264,10 @@ class GraphedSteps:
             if self._resets != store.resets:  # there may be no pages yet, and none may be made while a step is captured
                 self._steps.clear()
                 self._resets = store.resets
-            capacity = self._capacities.of(rows)
-            step, is_known = self._steps.get(capacity), capacity in self._steps
+            capacity, is_known = self._choose(self._capacities.of(rows))
             if not is_known:
-                step = self._steps[capacity] = _Step(StepInputs(store, capacity, runner.device))
-                if len(self._steps) > MAX_GRAPHS:
-                    self._steps.popitem(last=False)
-            self._steps.move_to_end(capacity)
+                self._steps[capacity] = _Step(StepInputs(store, capacity, runner.device))
+            step = self._steps[capacity]
             step.inputs.fill(append, tokens)
             try:
                 logits = self._replay(step) if is_known else self._run(step.inputs)
@@ -275,6 +278,16 @@ class GraphedSteps:
                 self._steps.pop(capacity, None)
                 raise
             return logits[: len(rows)].to(torch.float32, copy=True)
+
+    def _choose(self, needed: Capacity) -> tuple[Capacity, bool]:
+        """(the capacity of the step to run, whether it is known): the least known one that serves; else a new one, with
+        room for it. Where rows come and go, few steps serve all."""
+        known = min((capacity for capacity in self._steps if capacity.serves(needed)), default=None)
+        if known is not None:
+            self._steps.move_to_end(known)
+        elif len(self._steps) >= MAX_GRAPHS:
+            self._steps.popitem(last=False)
+        return known or needed, known is not None
 
     def _run(self, inputs: StepInputs, end: int | None = None) -> Tensor:
         runner = self._runner

@@ -36,7 +36,7 @@ from .ranks import Network, Ranks
 from .reductions import Reduction, by_owner, kth_largest
 from .team import Team
 from .watchdog import monitored, waited_s
-from .work import Pending, Sent, Transfer, record, start_shift, wait_until
+from .work import Pending, Sent, Transfer, on_streams, record, start_shift, wait_until
 
 __all__ = [
     "Agreement",
@@ -61,6 +61,7 @@ __all__ = [
     "kth_largest",
     "measured_links",
     "monitored",
+    "on_streams",
     "outside_graphs",
     "part_of_call",
     "process_group",

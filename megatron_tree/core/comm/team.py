@@ -82,18 +82,21 @@ def subgroup(team: Team, ranks: tuple[int, ...]):
 
     torch derives a sub-group's identity from its ranks and from how many groups a rank has made. So every rank of the
     group must make the same number of them: one for each name and level, even if it has one of the same ranks already.
-    They are freed with the team's group.
+    They are freed with the team's group. All ranks have one already; where NCCL's kernels have no priority in it, the
+    named teams of all, which compute meanwhile, share another.
     """
-    whole, ranks = team.ranks, tuple(sorted(ranks))
+    whole, ranks, name = team.ranks, tuple(sorted(ranks)), team.name
     if len(ranks) == whole.size:
-        return whole.group
+        if not name or not _waits_its_turn(whole):
+            return whole.group
+        name = ("all",)
     made = whole.state.subgroups
     if not made:
         weakref.finalize(whole.group, _free, made).atexit = False
-    if (team.name, ranks) not in made:
-        make = functools.partial(_new_group, whole, ranks, f"megatron_tree {team.name}")
-        made[team.name, ranks] = _in_time(make, whole.timeout_s)
-    return made[team.name, ranks]
+    if (name, ranks) not in made:
+        make = functools.partial(_new_group, whole, ranks, f"megatron_tree {name}")
+        made[name, ranks] = _in_time(make, whole.timeout_s)
+    return made[name, ranks]
 
 
 def _new_group(whole: Ranks, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
@@ -114,6 +117,11 @@ def _new_group(whole: Ranks, ranks: tuple[int, ...], name: str) -> dist.ProcessG
         use_local_synchronization=True,
         **options,
     )
+
+
+def _waits_its_turn(ranks: Ranks) -> bool:
+    """Whether the group's NCCL kernels start only where those of attention, queued before, leave a multiprocessor."""
+    return ranks.backend == "nccl" and not ranks.group._get_backend(ranks.device).options.is_high_priority_stream
 
 
 def options_of_group(backend: str, limit: timedelta):

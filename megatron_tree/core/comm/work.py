@@ -208,6 +208,11 @@ class Mail:
         return ranks.watchdog.operation_failed(self._op, ranks.timeout_s, error, self._among, (peer,))
 
 
+def on_streams(device: torch.device) -> bool:
+    """Whether collectives of a device's tensors are queued on streams of their own, and the host does not wait."""
+    return device.type == "cuda"
+
+
 class Pending:
     """A collective in progress: a generator that yields wherever it has to wait, and returns the result.
 
@@ -227,7 +232,7 @@ class Pending:
         kind: str = "gather",
     ):
         self._steps, self._stream, self._finished, self._result = steps, None, False, None
-        if device.type == "cuda":
+        if on_streams(device):
             self._start = torch.cuda.current_stream(device)
             self._stream = _side_stream(self._start, kind)
             self._inputs = weakref.finalize(self, _keep, inputs, self._stream)  # called where nobody waits

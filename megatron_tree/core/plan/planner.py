@@ -46,6 +46,7 @@ def plan_training(
     bytes_per_word: int,
     causal: bool = True,
     visible_fraction: float = 1.0,
+    packed: bool = False,
     with_lse: bool = False,
     dual: bool = False,
     mask: Mask | None = None,
@@ -66,6 +67,7 @@ def plan_training(
         batch, seq_len, seq_len_kv: of the call, with all tokens of the sequence; seq_len_kv (default seq_len): of cross
             attention's keys.
         visible_fraction: of the (query, key) pairs within one document and the window, before the causal mask.
+        packed: whether there are documents, each of which is cut over all ranks.
         with_lse: the caller gets lse, which would have to be exchanged like heads.
         dual: of dual tensors (duals.py): the forward has tangents and the backward is a second-order pass.
         mask: who sees which keys; with it the cast is a candidate, too. The schedule "cast" needs it.
@@ -87,6 +89,7 @@ def plan_training(
         bytes_per_word=bytes_per_word,
         causal=causal,
         visible_fraction=visible_fraction,
+        packed=packed,
         with_lse=with_lse,
         dual=dual,
     )

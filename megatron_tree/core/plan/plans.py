@@ -309,6 +309,7 @@ STATISTIC = 4  # bytes of lse or delta of one query and head
 DUAL_PRODUCTS = 3  # of x y: itself, and the two terms of its tangent
 ROWS = (1, 10)  # how often a GPU's kernel moves its queries and results: forward, backward; fitted to published.yaml
 MERGE = 6  # how often a merge on a GPU moves the fp32 result of a call; fitted likewise
+MERGE_PACKED = 11  # the same in a ring over packed documents, half of each of which has a result; fitted likewise
 
 
 class CallSizes(NamedTuple):
@@ -327,6 +328,8 @@ class CallSizes(NamedTuple):
     """Of the tangent of lse, a column of dual states; 0 without tangents."""
     with_lse: bool = False
     """Whether an exchange of heads returns lse with out."""
+    packed: bool = False
+    """Whether there are documents, each of which is cut over all ranks."""
 
     @classmethod
     def of(
@@ -340,6 +343,7 @@ class CallSizes(NamedTuple):
         causal: bool,
         seq_len_kv: int | None = None,
         visible_fraction: float = 1.0,
+        packed: bool = False,
         with_lse: bool = False,
         dual: bool = False,
     ) -> CallSizes:
@@ -357,6 +361,7 @@ class CallSizes(NamedTuple):
             widening=max(1.0, 4 / bytes_per_word),
             mu=tokens * h * bytes_per_word if dual else 0.0,
             with_lse=with_lse,
+            packed=packed,
         )
 
     def split(self, split: HeadSplit) -> CallSizes:
@@ -401,14 +406,14 @@ class CallSizes(NamedTuple):
         return self.flops * (2.5 if backward else 1) / topology.flops
 
     def beside_products(
-        self, topology: Topology, backward: bool, *, calls: float, merged: float, merged_keys: float
+        self, topology: Topology, backward: bool, *, calls: float, merged: float, merged_keys: float, merge: int = MERGE
     ) -> float:
         """Seconds in which a GPU's attention runs through memory beside its matrix products.
 
         calls: of kernels, each with the queries of one shard. merged, merged_keys: how many partial results of a
-        shard's queries, and gradients of a shard's keys, are added to others.
+        shard's queries, and gradients of a shard's keys, are added to others. merge: how often that moves them.
         """
         queries = self.q if backward else self.out
         results = merged * queries + merged_keys * self.kv * backward
-        moved = calls * ROWS[backward] * (self.q + self.o) + MERGE * self.widening * results
+        moved = calls * ROWS[backward] * (self.q + self.o) + merge * self.widening * results
         return moved / topology.memory_bandwidth

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 from ..files import read_yaml
@@ -57,29 +58,35 @@ def ordered(compared: list[Comparison]) -> tuple[list, list]:
 
 
 def _training(
-    what, source, topology, flops, heads, causal, tokens, ranks, forward, backward=None, keys=None, **machine
+    what, source, topology, flops, heads, causal, tokens, ranks, forward, backward=None, packs=None, **machine
 ) -> Iterator[Comparison]:
     (h, h_kv, d), passes = heads, {"forward": forward, "backward": backward or {}}
     for n, (name, measured) in enumerate(passes.items()):
         assumed = _machine(load_topology(topology), float(flops[n]), **machine)
         for i, world in enumerate(ranks):
-            plan = plan_training(
-                world,
-                Shape(h, h_kv, d, d),
-                batch=1,
-                seq_len=world * tokens,
-                bytes_per_word=2,
-                causal=causal,
-                visible_fraction=keys[i] / (world * tokens) if keys else 1.0,
-                topology=assumed,
-                placement=place(assumed, [rank // assumed.host_size for rank in range(world)]),
-                head_chunks=1,  # what was measured sends all heads at once
-            )
+            plans = [
+                plan_training(
+                    world,
+                    Shape(h, h_kv, d, d),
+                    batch=1,
+                    seq_len=world * tokens,
+                    bytes_per_word=2,
+                    causal=causal,
+                    visible_fraction=keys / (world * tokens),
+                    packed=packs is not None,
+                    topology=assumed,
+                    placement=place(assumed, [rank // assumed.host_size for rank in range(world)]),
+                    head_chunks=1,  # what was measured sends all heads at once
+                )
+                for keys in (packs[i] if packs else [world * tokens])
+            ]
             for rival, speeds in measured.items():
                 if speeds[i] is not None:
-                    cost = next(c.cost for c in plan.candidates[n] if rival in rival_names(c))
-                    seconds = cost.compute_s * assumed.flops / speeds[i] / 1e12
-                    yield Comparison(what, source, f"{name}, {world} GPUs", rival, seconds, cost.time_s)
+                    costs = [next(c.cost for c in x.candidates[n] if rival in rival_names(c)) for x in plans]
+                    compute_s = fmean(cost.compute_s for cost in costs)
+                    seconds = compute_s * assumed.flops / speeds[i] / 1e12
+                    predicted = compute_s / fmean(cost.compute_s / cost.time_s for cost in costs)
+                    yield Comparison(what, source, f"{name}, {world} GPUs", rival, seconds, predicted)
 
 
 def _machine(topology: Topology, flops: float, nvlink=None, memory_bandwidth=None) -> Topology:

@@ -35,12 +35,18 @@ class Stages:
 
 # One round: each stage, and how far ahead of the round's chunk the chunk is that runs it.
 _ROUND = ((0, "receive"), (1, "gather"), (2, "exchange"), (0, "attend"), (-1, "advance"), (-2, "give_back"))
+_ROUND_OF_STREAMS = ((0, "receive"), (2, "exchange"), (0, "attend"), (2, "gather"), (-1, "advance"), (-2, "give_back"))
 
 
-def run_stages(chunks: Sequence[Stages]) -> None:
-    """Run all chunks through their stages. Gathered rows of at most two chunks exist at any time."""
+def run_stages(chunks: Sequence[Stages], *, streams: bool = False) -> None:
+    """Run all chunks through their stages. Gathered rows of at most two chunks exist at any time.
+
+    streams: whether a GPU runs them. A collective then begins when all has run that was queued before it. So a gather
+    is queued right after attention over the rows whose memory it takes, and the first two before any attention. A CPU
+    rank does not wait where it gathers; it starts the next gather once the last one has the network no more.
+    """
     for now in range(-2, len(chunks) + 2):
-        for ahead, stage in _ROUND:
+        for ahead, stage in _ROUND_OF_STREAMS if streams else _ROUND:
             if 0 <= now + ahead < len(chunks):
                 getattr(chunks[now + ahead], stage)()
     for chunk in chunks:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ..layout import Sharding, by_document, visible_rows
 from ..spec import MaskBounds
 from .cost import PassClock, Phase, PlacedTopology, Stage, spread
-from .plans import Arrangement, CallSizes, Cost, HeadSplit, PassPlan
+from .plans import MERGE, MERGE_PACKED, Arrangement, CallSizes, Cost, HeadSplit, PassPlan
 from .stages import Stages, run_stages
 
 
@@ -187,7 +187,9 @@ def grid_plan(
                 sent[level] += part * chunks * n * share
     packing = packing_seconds(placed, sizes, chunks, backward) if u > 1 else 0.0
     cost = Cost(
-        time_s=seconds_of_pass(probes, chunks, local_s, rest_s, together=u == 1, packing=packing),
+        time_s=seconds_of_pass(
+            probes, chunks, local_s, rest_s, together=u == 1, packing=packing, streams=not placed.direct
+        ),
         compute_s=compute,
         bytes_per_level=tuple(sent),
         steps=chunks * steps,
@@ -224,17 +226,26 @@ def _copying(
 
 
 def seconds_of_pass(
-    probes: list[list[list[Stage]]], chunks: int, local_s: float, rest_s: float, *, together: bool, packing: float = 0.0
+    probes: list[list[list[Stage]]],
+    chunks: int,
+    local_s: float,
+    rest_s: float,
+    *,
+    together: bool,
+    packing: float = 0.0,
+    streams: bool = False,
 ) -> float:
     """Seconds of a pass on the slowest of the probes.
 
     probes: for each, the stages of a chunk's exchange, gathers, reductions and exchange back. local_s, rest_s: seconds
     of attention on the local shard (all chunks), and on what is gathered (one chunk). together: whether the local
     shard is computed at once. packing: seconds of one chunk before its exchange, and again after it.
+    streams: see `run_stages`.
     """
     clock, stages = PassClock(), max(probes, key=_network_seconds)
     local = [local_s * (i == 0) if together else local_s / chunks for i in range(chunks)]
-    run_stages([_PredictedChunk(clock, stages, seconds, rest_s, packing) for seconds in local])
+    predicted = [_PredictedChunk(clock, stages, seconds, rest_s, packing) for seconds in local]
+    run_stages(predicted, streams=streams)
     return clock.now
 
 
@@ -293,7 +304,8 @@ def ring_plan(
         merging = 3 * results / placed.topology.memory_bandwidth
     else:
         local_s += sizes.beside_products(placed.topology, backward, calls=1, merged=0, merged_keys=0)
-        merging = sizes.beside_products(placed.topology, backward, calls=0, merged=1, merged_keys=1)
+        merge = MERGE_PACKED if sizes.packed else MERGE
+        merging = sizes.beside_products(placed.topology, backward, calls=0, merged=1, merged_keys=1, merge=merge)
     other_s = local_s + merging + placed.topology.chunk_s  # a step is a chunk, except for that of the local shard
     time = local_s
     if n > 1:
@@ -411,7 +423,9 @@ def cast_plan(
     buffers = most * row_bytes * (alive * (2 if backward else 1) + (sizes.widening / chunks if backward else 0))
     packing = packing_seconds(placed, sizes, chunks, backward) if u > 1 else 0.0
     cost = Cost(
-        time_s=seconds_of_pass(probes, chunks, local_s, rest_s, together=u == 1, packing=packing),
+        time_s=seconds_of_pass(
+            probes, chunks, local_s, rest_s, together=u == 1, packing=packing, streams=not placed.direct
+        ),
         compute_s=compute,
         bytes_per_level=tuple(sent),
         steps=chunks * (1 + backward + 2 * (u > 1)),

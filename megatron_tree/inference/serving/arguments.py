@@ -116,7 +116,11 @@ def add_model_options(parser) -> None:
         "also with fewer KV heads than ranks (default: replicated over the ranks that share the cache)")  # fmt: skip
     add("--prefill-chunk", type=int, default=2048, metavar="N", help="tokens of a prompt per forward pass; bounds "
         "the memory for activations (default: 2048; megatron-tree serve: 1024 for each rank, 128 on CPUs)")  # fmt: skip
-    add("--cuda-graphs", action=SWITCH, default=False, help="capture decode steps in CUDA graphs and replay them (GPU)")
+    add(
+        "--cuda-graphs",
+        action=SWITCH,
+        help="capture decode steps in CUDA graphs and replay them (default: on GPUs, if model and group allow it)",
+    )
     add("--cache-dtype", choices=CACHE_DTYPES, default="auto", help="of keys and values: the model's (auto), or 8 bits "
         "with one scale per token and head")  # fmt: skip
     add("--num-speculative-tokens", type=int, default=0, metavar="N", help="speculation: draft up to N tokens in a "

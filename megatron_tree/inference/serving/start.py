@@ -18,6 +18,8 @@ from ...core import comm
 from ...core.cache.graph import check_cuda_graphs
 from ...core.comm.rendezvous import check_launched, start_on_own_device
 from ...core.config import default_config
+from ...core.kernels import ACCELERATORS
+from ...core.log import say_once
 from ...integrations.transformers import models
 from ...integrations.transformers.architectures import check_cached
 from ...integrations.transformers.infer.engine import share_model
@@ -26,6 +28,7 @@ from ..generation.conversation import Conversation
 from ..generation.scheduler import Scheduler
 from ..generation.speculation import NO_SPECULATION, Speculation
 
+STEPS_TRIED = 3  # the last one is replayed
 WAIT_HOURS = 24  # ranks wait for the plain model, or for a user
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -93,6 +96,23 @@ def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Worker:
         raise StartError(str(error)) from error
 
 
+def use_cuda_graphs(engine) -> None:
+    """Let the engine's runners capture their decode steps in CUDA graphs, unless its model or ranks can't have them:
+    then the log says why not. Collective: some steps are tried. A `ValueError` is the same on all ranks."""
+    try:
+        runner = engine.new_runner(cuda_graphs=True)
+        if runner.image_tokens:
+            raise ValueError("cuda_graphs=True can't be had beside images")
+        row, token = runner.add(), torch.zeros(1, dtype=torch.int64)
+        runner.prefill(row, token)
+        for _ in range(STEPS_TRIED):
+            runner.step([row], token[None])
+    except ValueError as error:
+        say_once(f"decode steps are launched one by one: {error}")
+    else:
+        engine.runner_options["cuda_graphs"] = True
+
+
 def _start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Worker:
     tree_config = replace(default_config(), timeout_s=60 * args.distributed_timeout_minutes)
     check_launched()
@@ -125,8 +145,10 @@ def _start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Worker:
             cache_dtype=args.cache_dtype,
             prefill_chunk=args.prefill_chunk or _served_chunk(device, world // args.tensor_model_parallel_size),
             tree_config=tree_config,
-            cuda_graphs=args.cuda_graphs,
+            cuda_graphs=bool(args.cuda_graphs),
         )
+        if args.cuda_graphs is None and device.type in ACCELERATORS:
+            use_cuda_graphs(engine)
         ranks.reduce(torch.zeros(1))  # all are here, or the missing ones are named
     if rank == 0:
         cache = "" if args.cache_dtype == "auto" else f" in {args.cache_dtype}"
