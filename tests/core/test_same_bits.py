@@ -24,6 +24,7 @@ from megatron_tree import (
 from megatron_tree.core import energy
 from megatron_tree.core.cache.pages import quantize
 from megatron_tree.core.dropout import keep_weights
+from megatron_tree.core.kernels import leaves
 from megatron_tree.core.kernels.leaves import LEAF
 from megatron_tree.core.layout import Segment, packed_layout
 from megatron_tree.core.merge import merge_tree
@@ -219,7 +220,11 @@ def _truth(problem):
 
 def _fuzz(seeds, size, worlds):
     drawn = [_draw(seed, worlds) for seed in seeds]
-    by_rank = run_distributed(_on_ranks, size, drawn, timeout=900)
+    _check(drawn, run_distributed(_on_ranks, size, drawn, timeout=900))
+
+
+def _check(drawn, by_rank):
+    """Every place's results are near the oracle's, and have the bits of the first place's."""
     for n, (problem, seats) in enumerate(drawn):
         results = [_whole(problem, [found[n][i] for found in by_rank[: p.world]]) for i, p in enumerate(seats)]
         first, truth = results[0], _truth(problem)
@@ -236,6 +241,37 @@ def _fuzz(seeds, size, worlds):
 
 def test_any_number_of_ranks_gives_the_same_bits():
     _fuzz(range(7), 4, (2, 3, 4))
+
+
+TRITON = (
+    (
+        Problem((96,), (4, 2), (16, 16), 1, torch.float32, dict(softcap=3.0, sinks=True), 1),
+        [(1, "zigzag", {}), (2, "zigzag", {}), (3, (10, 50, 36), {}), (4, "zigzag", dict(ulysses_size=2))],
+    ),
+    (
+        Problem((40, 23, 9), (2, 1), (24, 8), 1, torch.float32, dict(window_size=(20, 0)), 2),
+        [(1, "contiguous", {}), (2, "dispatched", {}), (3, "contiguous", {}), (4, "documents", {})],
+    ),
+)
+
+
+def _on_triton(rank, size, drawn):
+    """In leaves of 32 positions, as Triton's interpreter is slow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(leaves, "LEAF", 32)
+        leaves.Leaves.of.cache_clear()
+        try:
+            return _on_ranks(rank, size, drawn)
+        finally:
+            leaves.Leaves.of.cache_clear()
+
+
+@pytest.mark.parametrize("case", TRITON, ids=["a sequence", "documents"])
+def test_triton_gives_the_same_bits_on_any_number_of_ranks(case):
+    pytest.importorskip("triton", reason="triton is not installed")
+    problem, seats = case
+    seats = [Seat(world, layout, dict(config, backend="triton")) for world, layout, config in seats]
+    _check([(problem, seats)], run_distributed(_on_triton, 4, [(problem, seats)], timeout=300))
 
 
 @pytest.mark.slow
@@ -408,6 +444,35 @@ def test_a_model_with_a_sharded_cache(rank):
     found = logits(dist.group.WORLD)
     assert same_everywhere(found)
     assert_near(found, logits(None), 300)
+
+
+def _generated(rank, world, family):
+    """(tokens, logits) of two prompts' answers; None where products of fewer rows have other bits in torch."""
+    from megatron_tree.integrations.transformers.infer.engine import generate, share_model
+    from support.hf_models import tiny_model
+
+    model, (rows, tokens) = tiny_model(family), (2, 150)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            x = torch.randn(rows * tokens, module.in_features)
+            whole = module(x)
+            if not all(torch.equal(module(x[:n]), whole[:n]) for n in (37, 38, 75, 76, 150)):  # of a rank
+                return None
+    engine = share_model(model, tree_config=TreeConfig(deterministic="ranks"))
+    prompts = torch.randint(model.config.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(0))
+    found = generate(engine, prompts, max_new_tokens=4, keep_logits=True)
+    return found.tokens, torch.stack(found.logits, 1)
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_generation_has_the_same_bits_on_any_number_of_ranks(family):
+    """Prompts on shards and steps over a sharded cache, with replicated weights: `init_inference` and the server."""
+    pytest.importorskip("transformers")
+    results = [x for world in (1, 2, 4) for x in run_distributed(_generated, world, family)]
+    if any(x is None for x in results):
+        pytest.skip("the dense layers' products of fewer rows have other bits on this processor")
+    tokens, logits = results[0]
+    assert all(torch.equal(x, tokens) and torch.equal(y, logits) for x, y in results[1:])
 
 
 def _printed(rank, world, program):

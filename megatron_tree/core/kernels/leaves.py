@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..dropout import keep_weights
-from ..layout import Segment, by_document, in_chunks
+from ..layout import Segment, by_document, in_chunks, join
 from ..merge import NEG_INF, State, merge_into, merge_tree, state_dtype
 from ..spec import AttnSpec
 from .blocks import alibi_bias, window_mask
@@ -72,7 +72,7 @@ def attn_bwd(
 
 def sum_rows(x: Tensor, q_segments) -> Tensor:
     """[h]: the sum of x [b, h, s] over the batch and the rows of segments, leaf by leaf."""
-    tiles = _Leaves.of(tuple(q_segments), x.shape[2]).cut(x.transpose(1, 2)[..., None], x.shape[1])
+    tiles = Leaves.of(tuple(q_segments), x.shape[2]).cut(x.transpose(1, 2)[..., None], x.shape[1])
     of_leaves = tiles[..., 0, 0].contiguous().sum(-1)  # [leaves, b, h]
     return functools.reduce(torch.add, of_leaves.transpose(0, 1).flatten(0, 1), x.new_zeros(x.shape[1]))
 
@@ -82,7 +82,7 @@ def _merge(state: State, part: State) -> State:
     return state
 
 
-class _Leaves:
+class Leaves:
     """The leaves of some segments' rows, in the order of (document, position)."""
 
     def __init__(self, segments: tuple[Segment, ...], num_rows: int):
@@ -92,14 +92,18 @@ class _Leaves:
                 pieces.setdefault((seq, piece.seq), []).append(piece)
         self.num_rows, self.numbers = num_rows, sorted(pieces)
         self.rows = torch.full((len(pieces), LEAF), num_rows)  # of every position; num_rows: none
-        for rows, number in zip(self.rows, self.numbers):
-            for piece in pieces[number]:
+        runs = []
+        for i, number in enumerate(self.numbers):
+            for piece in sorted(pieces[number], key=lambda piece: piece.pos):
                 at = piece.pos % LEAF
-                rows[at : at + piece.length] = torch.arange(piece.row, piece.row + piece.length)
+                self.rows[i, at : at + piece.length] = torch.arange(piece.row, piece.row + piece.length)
+                runs.append(Segment(i * LEAF + at, piece.pos, piece.length, number[0]))
+        self.segments = join(runs)
+        """The same segments of the rows `in_order`."""
 
     @classmethod
     @functools.lru_cache(maxsize=64)
-    def of(cls, segments: tuple[Segment, ...], num_rows: int) -> _Leaves:
+    def of(cls, segments: tuple[Segment, ...], num_rows: int) -> Leaves:
         """Made once for the layers of a model."""
         return cls(segments, num_rows)
 
@@ -108,26 +112,36 @@ class _Leaves:
         first, end, _ = rows.indices(self.num_rows)
         return ((self.rows >= first) & (self.rows < end)).any(1).tolist()
 
+    def whole(self, rows: slice = slice(None)) -> tuple[Segment, ...]:
+        """The segments of leaves in which any of these rows is, of all of their positions, in the order of leaves."""
+        leaves = enumerate(zip(self.numbers, self.has(rows)))
+        return join(Segment(i * LEAF, leaf * LEAF, LEAF * has, seq) for i, ((seq, leaf), has) in leaves)
+
+    def in_order(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """[b, leaves * LEAF, ...] of x [b, s, ...]; `fill` where there is no row."""
+        filled = torch.cat((x, x.new_full((x.shape[0], 1, *x.shape[2:]), fill)), 1)
+        return filled.index_select(1, self.rows.flatten().to(x.device))
+
+    def back(self, whole: Tensor, fill: float = 0.0) -> Tensor:
+        """The inverse of `in_order`; `fill` in rows of no segment."""
+        x = whole.new_full((whole.shape[0], self.num_rows + 1, *whole.shape[2:]), fill)
+        return x.index_copy_(1, self.rows.flatten().to(x.device), whole)[:, :-1]
+
     def cut(self, x: Tensor, num_heads_kv: int) -> Tensor:
         """[leaves, b, num_heads_kv, LEAF, heads of a KV head, d] of x [b, s, heads, d], in the dtype of states."""
-        x = torch.cat((x, x.new_zeros(x.shape[0], 1, *x.shape[2:])), 1).index_select(
-            1, self.rows.flatten().to(x.device)
-        )
-        x = x.unflatten(1, self.rows.shape).unflatten(3, (num_heads_kv, -1)).to(state_dtype(x.dtype))
+        x = self.in_order(x).unflatten(1, self.rows.shape).unflatten(3, (num_heads_kv, -1)).to(state_dtype(x.dtype))
         return x.permute(1, 0, 3, 4, 2, 5).contiguous().transpose(3, 4)  # a KV head's queries, head by head
 
     def join(self, tiles: Tensor, fill: float = 0.0) -> Tensor:
         """The inverse of `cut`; `fill` in rows of no segment."""
-        whole = tiles.permute(1, 0, 3, 2, 4, 5).flatten(1, 2).flatten(2, 3)
-        x = whole.new_full((whole.shape[0], self.num_rows + 1, *whole.shape[2:]), fill)
-        return x.index_copy_(1, self.rows.flatten().to(x.device), whole)[:, :-1]
+        return self.back(tiles.permute(1, 0, 3, 2, 4, 5).flatten(1, 2).flatten(2, 3), fill)
 
 
 class _Pairs:
     """The leaves of queries and of keys, and which see one another."""
 
     def __init__(self, q: Tensor, k: Tensor, q_segments, k_segments, spec: AttnSpec):
-        self.queries, self.keys = _Leaves.of(tuple(q_segments), q.shape[1]), _Leaves.of(tuple(k_segments), k.shape[1])
+        self.queries, self.keys = Leaves.of(tuple(q_segments), q.shape[1]), Leaves.of(tuple(k_segments), k.shape[1])
         self.spec, self.heads, self.dtype, self.device = spec, q.shape[2] // k.shape[2], state_dtype(q.dtype), q.device
         self.whole = (self.keys.rows < k.shape[1]).all(1).tolist()
         self._masks: dict[tuple[int, int], Tensor] = {}
@@ -182,6 +196,6 @@ class _Pairs:
             dtype=self.dtype,
         )[:, None]
 
-    def _positions(self, leaves: _Leaves, i: int) -> Tensor:
+    def _positions(self, leaves: Leaves, i: int) -> Tensor:
         first = leaves.numbers[i][1] * LEAF
         return torch.arange(first, first + LEAF, device=self.device)
