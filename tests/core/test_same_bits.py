@@ -81,7 +81,7 @@ def _draw(seed, worlds):
     """A problem, and where it is computed: first on one rank."""
     r = random.Random(seed)
     h_kv = r.choice([1, 2, 3])
-    tokens = r.choice([1, 96, 2 * LEAF, 24 * r.randint(2, 20), r.randint(2, 4 * LEAF)])
+    tokens = r.choice([1, 96, 2 * LEAF, 24 * r.randint(2, 20), r.randint(2, 8 * LEAF)])
     cuts = sorted(r.choices(range(1, tokens + 1), k=r.choice([0, 0, 2, 4])))
     lengths = tuple(b - a for a, b in itertools.pairwise([0, *cuts, tokens]))
     batch = 1 if len(lengths) > 1 else r.choice([1, 2])
@@ -529,9 +529,15 @@ def test_what_gives_other_bits_is_refused(rank):
         tree_decode(q[:, :1], k, v, cp_group=group, schedule="butterfly", config=config)
     with pytest.raises(ValueError, match="deterministic='ranks' does not take decoding in float64"):
         tree_decode(*(x.double() for x in (q[:, :1], k, v)), cp_group=group, config=config)
+    with pytest.raises(
+        ValueError, match="backend='triton' does not decode with deterministic='ranks': use backend='auto'"
+    ):
+        tree_decode(q[:, :1], k, v, cp_group=group, config=dataclasses.replace(config, backend="triton"))
     shares = dict(shares=[[(0, 8)], [(8, 8)]], key_segments=[(0, 0, 8)] if rank == 0 else [(0, 8, 8)])
     with pytest.raises(ValueError, match=r"grid=\(2, 1\) merges states of ranks.*choose \(1, 2\)"):
         tree_prefill(q, k, v, cp_group=group, config=config, **shares)
+    with pytest.raises(ValueError, match="does not take selected keys in training and prefill: use deterministic=True"):
+        tree_prefill(q, k, v, cp_group=group, config=config, selected=torch.zeros(2, 8, 2).int(), **shares)
 
 
 def test_tangents_are_refused():
@@ -539,6 +545,13 @@ def test_tangents_are_refused():
     config = TreeConfig(deterministic="ranks")
     with pytest.raises(ValueError, match="deterministic='ranks' has first derivatives only"):
         torch.func.jvp(lambda x: tree_attn_func(x, k, v, cp_group=None, config=config), (q,), (q,))
+    on_triton = dataclasses.replace(config, backend="triton")
+    with pytest.raises(ValueError, match="deterministic='ranks' has first derivatives only"):
+        torch.func.jvp(
+            lambda x: tree_attn_func(x, k.float(), v.float(), cp_group=None, config=on_triton),
+            (q.float(),),
+            (q.float(),),
+        )
     single = [x.float() for x in (q[:, :1], k, v)]
     for call in (tree_decode, tree_prefill):
         more = {} if call is tree_decode else dict(shares=[[(7, 1)]], key_segments=[(0, 0, 8)])
