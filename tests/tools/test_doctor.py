@@ -163,3 +163,5 @@ def test_steps_that_cannot_be_compared(llama, capsys, tmp_path):
     refused("--tokens 1 must be at least 2 and at most 256", "--compare", llama, "--tokens", 1)
     refused("--tokens 1024 must be at least 2 and at most 256", "--compare", llama, "--tokens", "1k")
     refused("No such file or directory", "--compare", llama, "--text", tmp_path / "none.txt")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    refused("latin.txt' is not a text in UTF-8", "--compare", llama, "--text", tmp_path / "latin.txt")

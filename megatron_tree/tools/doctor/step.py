@@ -52,7 +52,10 @@ def _tokens(args: Namespace, folder: Path) -> Tensor:
         raise ValueError(f"--tokens {args.tokens} must be at least 2{f' and at most {limit}' if limit else ''}")
     if args.text is None:
         return torch.randint(config.vocab_size, (1, args.tokens), generator=torch.Generator().manual_seed(0))
-    text = Path(args.text).read_text()
+    try:
+        text = Path(args.text).read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text {args.text!r} is not a text in UTF-8: {error}") from None
     tokens = models.load_tokenizer(folder)(text, return_tensors="pt").input_ids[:, : args.tokens]
     if tokens.shape[1] < 2:
         raise ValueError(f"--text {args.text!r} has {tokens.shape[1]} tokens: name a file of at least 2")
