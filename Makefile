@@ -9,7 +9,7 @@ BUDGET ?= 540
 # share one process.
 GPU_WORKERS = $(shell $(PYTHON) -c "import xdist" 2>/dev/null && printf -- "-n 6 --dist loadgroup")
 
-GPU_TESTS = tests/kernels/test_triton.py tests/kernels/test_triton_jvp.py tests/kernels/test_triton_low_precision.py tests/kernels/test_triton_decode.py tests/kernels/test_triton_paged.py tests/kernels/test_triton_states.py tests/kernels/test_dropout.py
+GPU_TESTS = tests/kernels/test_triton.py tests/kernels/test_aligned.py tests/kernels/test_triton_jvp.py tests/kernels/test_triton_low_precision.py tests/kernels/test_triton_decode.py tests/kernels/test_triton_paged.py tests/kernels/test_triton_states.py tests/kernels/test_dropout.py
 
 help:            ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'

@@ -149,9 +149,9 @@ class TreeConfig:
     whose decode splits by batch size; the decode schedule "allreduce", whose summation order is up to the backend.
     Decoding is slower: Triton's kernels split the keys every 1024 whatever the batch size, the others attend row by
     row. "ranks": results and gradients have the same bits on any number of ranks, too, in any layout, batch and plan,
-    on the backend "reference" (docs/reliability.md). In training and prefill sums are cut by positions, and ranks merge
-    no partial results: keys and values are gathered (a grid of one row), heads exchanged, or both, and in the backward
-    queries are gathered, too. Decoding adds up integers. What can't is refused."""
+    on the backends "reference" and "triton" (docs/reliability.md). In training and prefill sums are cut by positions,
+    and ranks merge no partial results: keys and values are gathered (a grid of one row), heads exchanged, or both, and
+    in the backward queries are gathered, too. Decoding adds up integers. What can't is refused."""
 
     def __post_init__(self):
         for name, choices in _CHOICES.items():
@@ -179,7 +179,10 @@ class TreeConfig:
 
     def _check_ranks(self) -> None:
         """Raise ``ValueError`` for what gives other bits on other numbers of ranks."""
-        refused = {"schedule": self.schedule in ("cast", "ring"), "backend": self.backend not in ("auto", "reference")}
+        refused = {
+            "schedule": self.schedule in ("cast", "ring"),
+            "backend": self.backend not in ("auto", "reference", "triton"),
+        }
         refused |= {name: (getattr(self, name) or (1, 1))[0] > 1 for name in ("grid", "grid_backward")}
         if wrong := next((name for name, refuses in refused.items() if refuses), None):
             raise ValueError(
@@ -197,7 +200,7 @@ _CHOICES = {
     "deterministic": (False, True, "ranks"),
     "tune": (False, True),
 }
-_SAME_BITS = {"schedule": "'grid'", "backend": "'reference'"} | dict.fromkeys(
+_SAME_BITS = {"schedule": "'grid'", "backend": "'reference' or 'triton'"} | dict.fromkeys(
     ("grid", "grid_backward"), "one row, (1, n)"
 )
 _WITHOUT_MEANING = {"ring": ("grid", "grid_backward", "head_chunks"), "cast": ("grid", "grid_backward")}

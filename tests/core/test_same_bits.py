@@ -24,6 +24,7 @@ from megatron_tree import (
 from megatron_tree.core import energy
 from megatron_tree.core.cache.pages import quantize
 from megatron_tree.core.dropout import keep_weights
+from megatron_tree.core.kernels import leaves
 from megatron_tree.core.kernels.leaves import LEAF
 from megatron_tree.core.layout import Segment, packed_layout
 from megatron_tree.core.merge import merge_tree
@@ -80,7 +81,7 @@ def _draw(seed, worlds):
     """A problem, and where it is computed: first on one rank."""
     r = random.Random(seed)
     h_kv = r.choice([1, 2, 3])
-    tokens = r.choice([1, 96, 2 * LEAF, 24 * r.randint(2, 20), r.randint(2, 4 * LEAF)])
+    tokens = r.choice([1, 96, 2 * LEAF, 24 * r.randint(2, 20), r.randint(2, 8 * LEAF)])
     cuts = sorted(r.choices(range(1, tokens + 1), k=r.choice([0, 0, 2, 4])))
     lengths = tuple(b - a for a, b in itertools.pairwise([0, *cuts, tokens]))
     batch = 1 if len(lengths) > 1 else r.choice([1, 2])
@@ -219,7 +220,11 @@ def _truth(problem):
 
 def _fuzz(seeds, size, worlds):
     drawn = [_draw(seed, worlds) for seed in seeds]
-    by_rank = run_distributed(_on_ranks, size, drawn, timeout=900)
+    _check(drawn, run_distributed(_on_ranks, size, drawn, timeout=900))
+
+
+def _check(drawn, by_rank):
+    """Every place's results are near the oracle's, and have the bits of the first place's."""
     for n, (problem, seats) in enumerate(drawn):
         results = [_whole(problem, [found[n][i] for found in by_rank[: p.world]]) for i, p in enumerate(seats)]
         first, truth = results[0], _truth(problem)
@@ -236,6 +241,37 @@ def _fuzz(seeds, size, worlds):
 
 def test_any_number_of_ranks_gives_the_same_bits():
     _fuzz(range(7), 4, (2, 3, 4))
+
+
+TRITON = (
+    (
+        Problem((96,), (4, 2), (16, 16), 1, torch.float32, dict(softcap=3.0, sinks=True), 1),
+        [(1, "zigzag", {}), (2, "zigzag", {}), (3, (10, 50, 36), {}), (4, "zigzag", dict(ulysses_size=2))],
+    ),
+    (
+        Problem((40, 23, 9), (2, 1), (24, 8), 1, torch.float32, dict(window_size=(20, 0)), 2),
+        [(1, "contiguous", {}), (2, "dispatched", {}), (3, "contiguous", {}), (4, "documents", {})],
+    ),
+)
+
+
+def _on_triton(rank, size, drawn):
+    """In leaves of 32 positions, as Triton's interpreter is slow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(leaves, "LEAF", 32)
+        leaves.Leaves.of.cache_clear()
+        try:
+            return _on_ranks(rank, size, drawn)
+        finally:
+            leaves.Leaves.of.cache_clear()
+
+
+@pytest.mark.parametrize("case", TRITON, ids=["a sequence", "documents"])
+def test_triton_gives_the_same_bits_on_any_number_of_ranks(case):
+    pytest.importorskip("triton", reason="triton is not installed")
+    problem, seats = case
+    seats = [Seat(world, layout, dict(config, backend="triton")) for world, layout, config in seats]
+    _check([(problem, seats)], run_distributed(_on_triton, 4, [(problem, seats)], timeout=300))
 
 
 @pytest.mark.slow
@@ -410,6 +446,35 @@ def test_a_model_with_a_sharded_cache(rank):
     assert_near(found, logits(None), 300)
 
 
+def _generated(rank, world, family):
+    """(tokens, logits) of two prompts' answers; None where products of fewer rows have other bits in torch."""
+    from megatron_tree.integrations.transformers.infer.engine import generate, share_model
+    from support.hf_models import tiny_model
+
+    model, (rows, tokens) = tiny_model(family), (2, 150)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            x = torch.randn(rows * tokens, module.in_features)
+            whole = module(x)
+            if not all(torch.equal(module(x[:n]), whole[:n]) for n in (37, 38, 75, 76, 150)):  # of a rank
+                return None
+    engine = share_model(model, tree_config=TreeConfig(deterministic="ranks"))
+    prompts = torch.randint(model.config.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(0))
+    found = generate(engine, prompts, max_new_tokens=4, keep_logits=True)
+    return found.tokens, torch.stack(found.logits, 1)
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_generation_has_the_same_bits_on_any_number_of_ranks(family):
+    """Prompts on shards and steps over a sharded cache, with replicated weights: `init_inference` and the server."""
+    pytest.importorskip("transformers")
+    results = [x for world in (1, 2, 4) for x in run_distributed(_generated, world, family)]
+    if any(x is None for x in results):
+        pytest.skip("the dense layers' products of fewer rows have other bits on this processor")
+    tokens, logits = results[0]
+    assert all(torch.equal(x, tokens) and torch.equal(y, logits) for x, y in results[1:])
+
+
 def _printed(rank, world, program):
     out = io.StringIO()
     with as_launched(), contextlib.redirect_stdout(out):
@@ -464,9 +529,15 @@ def test_what_gives_other_bits_is_refused(rank):
         tree_decode(q[:, :1], k, v, cp_group=group, schedule="butterfly", config=config)
     with pytest.raises(ValueError, match="deterministic='ranks' does not take decoding in float64"):
         tree_decode(*(x.double() for x in (q[:, :1], k, v)), cp_group=group, config=config)
+    with pytest.raises(
+        ValueError, match="backend='triton' does not decode with deterministic='ranks': use backend='auto'"
+    ):
+        tree_decode(q[:, :1], k, v, cp_group=group, config=dataclasses.replace(config, backend="triton"))
     shares = dict(shares=[[(0, 8)], [(8, 8)]], key_segments=[(0, 0, 8)] if rank == 0 else [(0, 8, 8)])
     with pytest.raises(ValueError, match=r"grid=\(2, 1\) merges states of ranks.*choose \(1, 2\)"):
         tree_prefill(q, k, v, cp_group=group, config=config, **shares)
+    with pytest.raises(ValueError, match="does not take selected keys in training and prefill: use deterministic=True"):
+        tree_prefill(q, k, v, cp_group=group, config=config, selected=torch.zeros(2, 8, 2).int(), **shares)
 
 
 def test_tangents_are_refused():
@@ -474,6 +545,13 @@ def test_tangents_are_refused():
     config = TreeConfig(deterministic="ranks")
     with pytest.raises(ValueError, match="deterministic='ranks' has first derivatives only"):
         torch.func.jvp(lambda x: tree_attn_func(x, k, v, cp_group=None, config=config), (q,), (q,))
+    on_triton = dataclasses.replace(config, backend="triton")
+    with pytest.raises(ValueError, match="deterministic='ranks' has first derivatives only"):
+        torch.func.jvp(
+            lambda x: tree_attn_func(x, k.float(), v.float(), cp_group=None, config=on_triton),
+            (q.float(),),
+            (q.float(),),
+        )
     single = [x.float() for x in (q[:, :1], k, v)]
     for call in (tree_decode, tree_prefill):
         more = {} if call is tree_decode else dict(shares=[[(7, 1)]], key_segments=[(0, 0, 8)])

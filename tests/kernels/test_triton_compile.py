@@ -133,6 +133,22 @@ print(counts)
 """
 
 
+ANY_RANKS = """
+from megatron_tree.core.kernels.triton import aligned
+spec, counts = AttnSpec(softmax_scale=0.1, deterministic="ranks"), []
+for (h, h_kv), tokens, own, batch in (
+    ((8, 2), 1024, slice(0, 1024), 1), ((4, 1), 1024, slice(128, 301), 1), ((12, 3), 777, slice(5, 6), 2)
+):
+    q, k = (torch.zeros(batch, tokens, n, 24, dtype=torch.bfloat16) for n in (h, h_kv))
+    keys, first = dict(k_segments=(Segment(0, 0, tokens),), spec=spec), own.start
+    aligned.attn_fwd(q[:, own], k, k, q_segments=(Segment(0, first, own.stop - first),), **keys)
+    lse = torch.zeros(batch, h, tokens)
+    aligned.attn_bwd(q, q, k, k, lse, lse, q_segments=(Segment(0, 0, tokens),), **keys, own=(own, own))
+    counts.append(len(compiled))
+print(counts)
+"""
+
+
 def compilations(program, cache, arch="sm90", *arguments):
     """What a program prints that launches on a GPU that is not there and counts compilations."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -148,6 +164,11 @@ def test_a_growing_cache_does_not_recompile(tmp_path):
     whatever the length and the lists."""
     counts = compilations(GROWING_CACHE, tmp_path)
     assert counts == [5] * len(counts), counts
+
+
+def test_the_same_code_on_any_number_of_ranks(tmp_path):
+    """Forward, dq, dk with dv: whatever rows, heads and batch a rank has, so products have one shape and order."""
+    assert compilations(ANY_RANKS, tmp_path) == [3, 3, 3]
 
 
 @pytest.mark.slow

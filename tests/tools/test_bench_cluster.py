@@ -19,13 +19,13 @@ from megatron_tree.tools.bench import decode, rivals, train
 from megatron_tree.tools.bench.results import Measurement, draw, plots
 from megatron_tree.tools.bench.timing import (
     Accelerator,
-    LocalRanks,
     Meeting,
     PeakMemory,
     Speed,
     UnseenInput,
     visible_pairs,
 )
+from megatron_tree.tools.emulate.forked import LocalRanks
 from support.assumed_links import assume_links
 from support.emulation import emulated
 

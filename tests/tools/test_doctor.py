@@ -120,3 +120,48 @@ def test_every_example_runs(capsys):
     for line in EXAMPLES.splitlines():
         if line.startswith("  megatron-tree doctor"):
             assert run(capsys, *shlex.split(line)[2:])[0] == 0, line
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """The folder of a tiny model."""
+    pytest.importorskip("transformers")
+    from support.hf_models import tiny_model
+
+    folder = tmp_path_factory.mktemp("llama")
+    tiny_model("llama").save_pretrained(folder)
+    return folder
+
+
+def test_a_step_that_is_right(llama, capsys):
+    status, out, err = run(capsys, "--compare", llama, "--ranks", 2, "--tokens", 50)
+    assert status == 0, err
+    assert out.startswith("a step of LlamaForCausalLM, 50 tokens, fp32, on 1 rank and on 2\n")
+    assert lines(out, "values") == ["the same"] and lines(out, "bits") and lines(out, "loss")
+
+
+def test_a_step_whose_attention_sees_a_shard_only(llama, capsys, monkeypatch):
+    from megatron_tree.integrations.transformers.train import train_on_shards as module
+
+    attend = module.tree_attn_func
+    monkeypatch.setattr(module, "tree_attn_func", lambda *qkv, **options: attend(*qkv, **options | {"cp_group": None}))
+    status, out, _ = run(capsys, "--compare", llama, "--tokens", 64)
+    assert status == 1
+    (found,) = lines(out, "values")
+    assert found.startswith("output of model.layers.0.self_attn.o_proj differs by "), out
+    assert f"{found.partition(' differs')[0]} differs" in lines(out, "bits")[0]
+
+
+def test_steps_that_cannot_be_compared(llama, capsys, tmp_path):
+    def refused(text, *options):
+        status, out, err = run(capsys, *options)
+        assert (status, out) == (2, "") and text in err and err.count("\n") == 1, err
+
+    refused("--ranks 3 needs --compare MODEL", "--ranks", 3)
+    refused("model '/nowhere' is neither 'smollm2' nor a folder", "--compare", "/nowhere")
+    refused("--ranks 1: start at least two", "--compare", llama, "--ranks", 1)
+    refused("--tokens 1 must be at least 2 and at most 256", "--compare", llama, "--tokens", 1)
+    refused("--tokens 1024 must be at least 2 and at most 256", "--compare", llama, "--tokens", "1k")
+    refused("No such file or directory", "--compare", llama, "--text", tmp_path / "none.txt")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    refused("latin.txt' is not a text in UTF-8", "--compare", llama, "--text", tmp_path / "latin.txt")

@@ -31,7 +31,7 @@ FRAMEWORKS = {"megatron", "deepspeed", "transformers"}
 MAY_IMPORT_FRAMEWORKS = {"integrations", "inference/generation", "inference/serving"}
 MAY_IMPORT_FRAMEWORKS |= {"tools/training", "tools/convert", "tools/bench"}
 MAY_COMMUNICATE = {"core/comm", "integrations", "inference/serving"}
-MAY_COMMUNICATE |= {f"tools/{x}" for x in ("training", "convert", "emulate", "bench", "calibrate")}
+MAY_COMMUNICATE |= {f"tools/{x}" for x in ("training", "convert", "emulate", "bench", "calibrate", "doctor")}
 HOSTS_IN_LINKS = {"arxiv.org", "www.apache.org", "semver.org", "www.w3.org"}
 
 

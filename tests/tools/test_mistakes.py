@@ -46,6 +46,7 @@ TABLE = [
     ("", "doctor --heads 3 --kv-heads 2", "--kv-heads 2 must divide --heads 3"),
     ("", "doctor --cp zero", "--cp: 'zero' must be a positive integer"),
     ("", "doctor --for jax", "--for: invalid choice: 'jax'"),
+    ("", "doctor --tokens 1k", "--tokens 1024 needs --compare MODEL"),
     ("nope.yaml", "doctor", "MEGATRON_TREE_CONFIG='nope.yaml': nope.yaml can't be read as YAML: No such file"),
     ("nope.yaml", "generate", "MEGATRON_TREE_CONFIG='nope.yaml': nope.yaml can't be read as YAML: No such file"),
     ("cut.yaml", "serve", "MEGATRON_TREE_CONFIG='cut.yaml': cut.yaml can't be read as YAML: line 2, column 1: "),

@@ -27,6 +27,7 @@ from .maxima import LargestLogits
 from .states import ACCELERATORS, triton_for
 
 NAMED = "asked for"  # the reason for a backend that the user has named
+ANY_RANKS = "deterministic='ranks'"  # the beginning of the reason for one whose bits depend on no number of ranks
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Backend:
         if isinstance(self.module, LargestLogits):
             inner = replace(self, module=self.module.module).for_duals(dtype, width)
             return replace(inner, module=LargestLogits(inner.module, self.module.largest))
-        if self.module is leaves:
+        if self.reason.startswith(ANY_RANKS):
             raise ValueError(
                 "deterministic='ranks' has first derivatives only: use deterministic=True where tangents or second "
                 "derivatives are asked for"
@@ -158,7 +159,7 @@ def choose(
     """
     needs = dict(flowing_lse=flowing_lse, masked=masked, decodes=decodes, selects=selects, cache=cache)
     if spec.deterministic == "ranks":
-        return _of_any_ranks(q.dtype, decodes, selects)
+        return _of_any_ranks(q, k, v, spec, backend, needs)
     if backend != "auto":
         what = _unsupported(backend, q, k, v, spec, **needs)
         if what:
@@ -195,14 +196,25 @@ def _chosen(name: str, reason: str) -> Backend:
     return Backend(name, reason, _module(name))
 
 
-def _of_any_ranks(dtype: torch.dtype, decodes: bool, selects: bool) -> Backend:
-    """The backend whose bits depend on no number of ranks."""
-    if selects or (decodes and dtype == torch.float64):
+def _of_any_ranks(q, k, v, spec: AttnSpec, backend: str, needs: dict[str, bool]) -> Backend:
+    """The backend whose bits depend on no number of ranks. Decoding is in fixed point, in torch's operations."""
+    decodes, selects, reason = needs["decodes"], needs["selects"], ANY_RANKS
+    if selects or (decodes and q.dtype == torch.float64):
         what = "selected keys in training and prefill" if selects else "decoding in float64"
-        raise ValueError(f"deterministic='ranks' does not take {what}: use deterministic=True")
-    name, reason = f"reference, {'in fixed point' if decodes else 'leaf by leaf'}", "deterministic='ranks'"
+        raise ValueError(f"{reason} does not take {what}: use deterministic=True")
+    if decodes and backend == "triton":
+        raise ValueError(f"backend='triton' does not decode with {reason}: use backend='auto', which adds up integers")
+    name, module = f"reference, {'in fixed point' if decodes else 'leaf by leaf'}", leaves
+    if not decodes and (backend == "triton" or (backend == "auto" and q.device.type in ACCELERATORS)):
+        what = _unsupported("triton", q, k, v, spec, **needs)
+        if what and backend == "triton":
+            raise ValueError(f"backend='triton' can't take {what}: use backend='auto' or 'reference'")
+        if what:
+            reason = f"{reason}; triton can't take {what}"
+        else:
+            name, module = "triton, leaf by leaf", importlib.import_module(".triton.aligned", __package__)
     say_once(f"attention backend {name}: {reason}")
-    return Backend(name, reason, leaves)
+    return Backend(name, reason, module)
 
 
 def _unsupported(name: str, q, k, v, spec: AttnSpec, *, selects: bool, cache, **needs: bool) -> str | None:

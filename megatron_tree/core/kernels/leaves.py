@@ -1,10 +1,11 @@
 """The reference backend leaf by leaf: the bits of a row depend neither on the other rows nor on who has them.
 
 A leaf is `LEAF` consecutive positions of a document, the first one a multiple of `LEAF`. Every product is of the
-queries of one leaf (of one row of the batch and one KV head) and the keys of one leaf, padded with zeros: its shape is
-always the same, so that torch adds up in the same order. States are merged along the tree over the leaves of keys
-(`merge_tree`); gradients are added up from the first leaf to the last. So all keys that a query sees must be here, and
-in the backward all queries that see a key (attention/gather.py).
+queries of one leaf (of one row of the batch and one KV head) and the keys of one leaf, padded with zeros, or of `WIDE`
+leaves, a node of the tree, where all pairs are visible: so a product's shape follows from positions, and torch adds up
+in the same order. States are merged along the tree over the leaves of keys (`merge_tree`); gradients are added up from
+the first leaf to the last. So all keys that a query sees must be here, and in the backward all queries that see a key
+(attention/gather.py).
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import torch
 from torch import Tensor
 
 from ..dropout import keep_weights
-from ..layout import Segment, by_document, in_chunks
+from ..layout import Segment, by_document, in_chunks, join
 from ..merge import NEG_INF, State, merge_into, merge_tree, state_dtype
 from ..spec import AttnSpec
 from .blocks import alibi_bias, window_mask
 from .reference import grads_of, logits, state_of, with_mask
 
 LEAF = 128  # with fewer positions products are slow; with more, the end of every document costs more
+WIDE = 4  # a power of two; with more, a rank computes more of other ranks' keys for gradients of its own
 
 
 def attn_fwd(
@@ -35,9 +37,9 @@ def attn_fwd(
 
     def state(i: int, *at: int, leaf: int) -> State:
         j = pairs.visible[i][leaf]
-        s = logits(of_q[i, *at][None], of_k[j, *at][None], spec)
+        s = logits(of_q[i, *at][None], _block(of_k, j, *at), spec)
         s = with_mask(s, pairs.mask(i, j), pairs.bias(i, j, *at))
-        return state_of(s, of_v[j, *at][None], pairs.dropout_weights(i, j, *at))
+        return state_of(s, _block(of_v, j, *at), pairs.dropout_weights(i, j, *at))
 
     for at in pairs.tiles(q.shape[0], k.shape[2]):
         merged = merge_tree(list(pairs.visible[at[0]]), lambda leaf, at=at: state(*at, leaf=leaf), _merge)
@@ -59,22 +61,27 @@ def attn_bwd(
         of_q, of_dout, *statistics = (x[i, *at][None] for x in queries)
         statistics = [x[..., 0].transpose(1, 2) for x in statistics]
         for j in pairs.visible[i].values():
-            if not (has_q[i] or has_k[j]):
+            if not (has_q[i] or any(has_k[j])):
                 continue
-            block = of_q, of_k[j, *at][None], of_v[j, *at][None], of_dout, *statistics
+            block = of_q, _block(of_k, j, *at), _block(of_v, j, *at), of_dout, *statistics
             mask = pairs.mask(i, j), pairs.bias(i, j, *at), pairs.dropout_weights(i, j, *at)
-            parts = grads_of(*block, spec, *mask, of_queries=has_q[i], of_keys=has_k[j])
+            parts = grads_of(*block, spec, *mask, of_queries=has_q[i], of_keys=any(has_k[j]))
             for total, part in zip((dq[i, *at], dk[j, *at], dv[j, *at]), parts):
                 if part is not None:
-                    total += part[0]
+                    total += part.view(total.shape)
     return pairs.queries.join(dq), pairs.keys.join(dk), pairs.keys.join(dv)
 
 
 def sum_rows(x: Tensor, q_segments) -> Tensor:
     """[h]: the sum of x [b, h, s] over the batch and the rows of segments, leaf by leaf."""
-    tiles = _Leaves.of(tuple(q_segments), x.shape[2]).cut(x.transpose(1, 2)[..., None], x.shape[1])
+    tiles = Leaves.of(tuple(q_segments), x.shape[2]).cut(x.transpose(1, 2)[..., None], x.shape[1])
     of_leaves = tiles[..., 0, 0].contiguous().sum(-1)  # [leaves, b, h]
     return functools.reduce(torch.add, of_leaves.transpose(0, 1).flatten(0, 1), x.new_zeros(x.shape[1]))
+
+
+def _block(tiles: Tensor, j: slice, *at: int) -> Tensor:
+    """[1, positions, 1, d] of some leaves of keys, of one row and head."""
+    return tiles[j, *at].flatten(0, 1)[None]
 
 
 def _merge(state: State, part: State) -> State:
@@ -82,7 +89,7 @@ def _merge(state: State, part: State) -> State:
     return state
 
 
-class _Leaves:
+class Leaves:
     """The leaves of some segments' rows, in the order of (document, position)."""
 
     def __init__(self, segments: tuple[Segment, ...], num_rows: int):
@@ -92,14 +99,18 @@ class _Leaves:
                 pieces.setdefault((seq, piece.seq), []).append(piece)
         self.num_rows, self.numbers = num_rows, sorted(pieces)
         self.rows = torch.full((len(pieces), LEAF), num_rows)  # of every position; num_rows: none
-        for rows, number in zip(self.rows, self.numbers):
-            for piece in pieces[number]:
+        runs = []
+        for i, number in enumerate(self.numbers):
+            for piece in sorted(pieces[number], key=lambda piece: piece.pos):
                 at = piece.pos % LEAF
-                rows[at : at + piece.length] = torch.arange(piece.row, piece.row + piece.length)
+                self.rows[i, at : at + piece.length] = torch.arange(piece.row, piece.row + piece.length)
+                runs.append(Segment(i * LEAF + at, piece.pos, piece.length, number[0]))
+        self.segments = join(runs)
+        """The same segments of the rows `in_order`."""
 
     @classmethod
     @functools.lru_cache(maxsize=64)
-    def of(cls, segments: tuple[Segment, ...], num_rows: int) -> _Leaves:
+    def of(cls, segments: tuple[Segment, ...], num_rows: int) -> Leaves:
         """Made once for the layers of a model."""
         return cls(segments, num_rows)
 
@@ -108,66 +119,88 @@ class _Leaves:
         first, end, _ = rows.indices(self.num_rows)
         return ((self.rows >= first) & (self.rows < end)).any(1).tolist()
 
+    def whole(self, rows: slice = slice(None)) -> tuple[Segment, ...]:
+        """The segments of leaves in which any of these rows is, of all of their positions, in the order of leaves."""
+        leaves = enumerate(zip(self.numbers, self.has(rows)))
+        return join(Segment(i * LEAF, leaf * LEAF, LEAF * has, seq) for i, ((seq, leaf), has) in leaves)
+
+    def in_order(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """[b, leaves * LEAF, ...] of x [b, s, ...]; `fill` where there is no row."""
+        filled = torch.cat((x, x.new_full((x.shape[0], 1, *x.shape[2:]), fill)), 1)
+        return filled.index_select(1, self.rows.flatten().to(x.device))
+
+    def back(self, whole: Tensor, fill: float = 0.0) -> Tensor:
+        """The inverse of `in_order`; `fill` in rows of no segment."""
+        x = whole.new_full((whole.shape[0], self.num_rows + 1, *whole.shape[2:]), fill)
+        return x.index_copy_(1, self.rows.flatten().to(x.device), whole)[:, :-1]
+
     def cut(self, x: Tensor, num_heads_kv: int) -> Tensor:
         """[leaves, b, num_heads_kv, LEAF, heads of a KV head, d] of x [b, s, heads, d], in the dtype of states."""
-        x = torch.cat((x, x.new_zeros(x.shape[0], 1, *x.shape[2:])), 1).index_select(
-            1, self.rows.flatten().to(x.device)
-        )
-        x = x.unflatten(1, self.rows.shape).unflatten(3, (num_heads_kv, -1)).to(state_dtype(x.dtype))
+        x = self.in_order(x).unflatten(1, self.rows.shape).unflatten(3, (num_heads_kv, -1)).to(state_dtype(x.dtype))
         return x.permute(1, 0, 3, 4, 2, 5).contiguous().transpose(3, 4)  # a KV head's queries, head by head
 
     def join(self, tiles: Tensor, fill: float = 0.0) -> Tensor:
         """The inverse of `cut`; `fill` in rows of no segment."""
-        whole = tiles.permute(1, 0, 3, 2, 4, 5).flatten(1, 2).flatten(2, 3)
-        x = whole.new_full((whole.shape[0], self.num_rows + 1, *whole.shape[2:]), fill)
-        return x.index_copy_(1, self.rows.flatten().to(x.device), whole)[:, :-1]
+        return self.back(tiles.permute(1, 0, 3, 2, 4, 5).flatten(1, 2).flatten(2, 3), fill)
 
 
 class _Pairs:
     """The leaves of queries and of keys, and which see one another."""
 
     def __init__(self, q: Tensor, k: Tensor, q_segments, k_segments, spec: AttnSpec):
-        self.queries, self.keys = _Leaves.of(tuple(q_segments), q.shape[1]), _Leaves.of(tuple(k_segments), k.shape[1])
+        self.queries, self.keys = Leaves.of(tuple(q_segments), q.shape[1]), Leaves.of(tuple(k_segments), k.shape[1])
         self.spec, self.heads, self.dtype, self.device = spec, q.shape[2] // k.shape[2], state_dtype(q.dtype), q.device
         self.whole = (self.keys.rows < k.shape[1]).all(1).tolist()
         self._masks: dict[tuple[int, int], Tensor] = {}
         of_documents: dict[int, dict[int, int]] = {}
         for j, (seq, leaf) in enumerate(self.keys.numbers):
             of_documents.setdefault(seq, {})[leaf] = j
-        self.visible = [self._visible(leaf, of_documents.get(seq, {})) for seq, leaf in self.queries.numbers]
-        """By leaf of queries: the number of each leaf of keys that it sees, rising, and which one of `keys` that is."""
+        self.visible = [self._visible(i, of_documents.get(seq, {})) for i, (seq, _) in enumerate(self.queries.numbers)]
+        """By leaf of queries: the number of each leaf of keys that it sees, rising, and which one of `keys` that is, or
+        which ones begin there and are one product."""
 
     def tiles(self, batch: int, num_heads_kv: int) -> itertools.product:
         """(leaf of queries, row, KV head) where something is seen."""
         some = [i for i, of_leaf in enumerate(self.visible) if of_leaf]
         return itertools.product(some, range(batch), range(num_heads_kv))
 
-    def _visible(self, leaf: int, keys: dict[int, int]) -> dict[int, int]:
-        left, right, first = self.spec.left, self.spec.right, leaf * LEAF
+    def _visible(self, i: int, keys: dict[int, int]) -> dict[int, slice]:
+        left, right, first = self.spec.left, self.spec.right, self.queries.numbers[i][1] * LEAF
         least = 0 if left is None else (first - left) // LEAF
         most = max(keys, default=0) if right is None else (first + LEAF - 1 + right) // LEAF
-        return {number: j for number, j in keys.items() if least <= number <= most}
+        seen = {number: j for number, j in keys.items() if least <= number <= most}
+        wide = set()
+        if self.spec.alibi_slopes is None and self.spec.dropout is None:
+            full = {number for number, j in seen.items() if self._sees_all(i, j)}
+            wide = {n for n in full if n % WIDE == 0 and full.issuperset(range(n, n + WIDE))}
+        lengths = {n: WIDE if n in wide else 1 for n in seen if n in wide or n // WIDE * WIDE not in wide}
+        return {n: slice(seen[n], seen[n] + length) for n, length in lengths.items()}
 
-    def mask(self, i: int, j: int) -> Tensor | None:
-        """bool [LEAF, LEAF]; None: all pairs are visible."""
+    def _sees_all(self, i: int, j: int) -> bool:
+        """Whether all pairs of two leaves are visible."""
         spec, apart = self.spec, (self.queries.numbers[i][1] - self.keys.numbers[j][1]) * LEAF
         in_window = spec.left is None or apart + LEAF - 1 <= spec.left
         in_window &= spec.right is None or LEAF - 1 - apart <= spec.right
-        if in_window and self.whole[j]:
+        return in_window and self.whole[j]
+
+    def mask(self, i: int, block: slice) -> Tensor | None:
+        """bool [LEAF, LEAF]; None: all pairs are visible."""
+        j = block.start
+        if self._sees_all(i, j):
             return None
         if (i, j) not in self._masks:
-            seen = window_mask(self._positions(self.queries, i), self._positions(self.keys, j), spec)
+            seen = window_mask(self._positions(self.queries, i), self._positions(self.keys, j), self.spec)
             self._masks[i, j] = seen & (self.keys.rows[j] < self.keys.num_rows).to(self.device)
         return self._masks[i, j]
 
-    def bias(self, i: int, j: int, row: int, head: int) -> Tensor | None:
+    def bias(self, i: int, block: slice, row: int, head: int) -> Tensor | None:
         """What ALiBi adds to logits, [1, heads, LEAF, LEAF]; None where it is off."""
         if self.spec.alibi_slopes is None:
             return None
         spec = self.spec.batch_row(row).heads_from(head * self.heads, self.heads)
-        return alibi_bias(spec, self._positions(self.queries, i), self._positions(self.keys, j), self.dtype)
+        return alibi_bias(spec, self._positions(self.queries, i), self._positions(self.keys, block.start), self.dtype)
 
-    def dropout_weights(self, i: int, j: int, row: int, head: int) -> Tensor | None:
+    def dropout_weights(self, i: int, block: slice, row: int, head: int) -> Tensor | None:
         """Dropout's factors of the values, [1, 1, heads, LEAF, LEAF]; None where it is off."""
         if self.spec.dropout is None:
             return None
@@ -177,11 +210,11 @@ class _Pairs:
             batch=1,
             num_heads=self.heads,
             q_positions=q_positions,
-            k_positions=self._positions(self.keys, j),
+            k_positions=self._positions(self.keys, block.start),
             q_sequences=torch.full_like(q_positions, self.queries.numbers[i][0] + row),
             dtype=self.dtype,
         )[:, None]
 
-    def _positions(self, leaves: _Leaves, i: int) -> Tensor:
+    def _positions(self, leaves: Leaves, i: int) -> Tensor:
         first = leaves.numbers[i][1] * LEAF
         return torch.arange(first, first + LEAF, device=self.device)

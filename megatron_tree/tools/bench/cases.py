@@ -22,8 +22,9 @@ from ...core.spec import AttnSpec
 from ..calibrate.cluster import calibrate
 from ..calibrate.kernel_cases import DTYPES, WrongResult
 from ..emulate import Cluster
+from ..emulate.forked import LocalRanks
 from .results import Measurement, Results, measurements, metadata, plots, progress_bar, table_of, with_ratios
-from .timing import ACCELERATOR, CORES, LocalRanks, Meeting, RankTimes, Speed, Timing, join, take_turns
+from .timing import ACCELERATOR, CORES, Meeting, RankTimes, Speed, Timing, join, take_turns
 
 ALLOWED = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3, torch.float32: 1e-5}
 """Largest relative error of a row against float64: two units in the last place; in fp32, sums over long rows."""

@@ -22,9 +22,10 @@ from ...inference.generation.scheduler import Scheduler
 from ...integrations.transformers.attention import TreeCache
 from ...integrations.transformers.infer.runner import Runner
 from ..calibrate.kernel_cases import WrongResult
+from ..emulate.forked import LocalRanks
 from .model import check_model, load_model
 from .results import Curve, Panel, Results, metadata
-from .timing import LocalRanks, Meeting, join
+from .timing import Meeting, join
 
 LIMIT_S = 3600.0
 

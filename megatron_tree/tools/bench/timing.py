@@ -22,9 +22,7 @@ import math
 import mmap
 import multiprocessing
 import os
-import socket
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -39,7 +37,6 @@ from ...core.kernels import Backend
 from ...core.kernels.blocks import DIAGONAL, split
 from ...core.plan.plans import DUAL_PRODUCTS
 from ..emulate import network_bytes
-from ..emulate.forked import ForkedProcess
 
 MIN_STEPS = 3
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -114,24 +111,6 @@ class PeakMemory:
 def _status(name: str) -> int:
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
-
-
-class LocalRanks(ForkedProcess):
-    """Processes of this machine that communicate over loopback; the counterpart of `emulate.Cluster`."""
-
-    def __init__(self, ranks: int):
-        if sys.platform != "linux":
-            raise ValueError(f"--ranks needs Linux; this is {sys.platform}")
-        self.world_size = ranks
-
-    def _take_place(self, number: int) -> dict:
-        here = dict(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
-        return dict(LOCAL_RANK=number, LOCAL_WORLD_SIZE=self.world_size, **here)
-
-    def _port(self) -> int:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return probe.getsockname()[1]
 
 
 class RankTimes(NamedTuple):

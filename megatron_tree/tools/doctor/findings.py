@@ -70,19 +70,21 @@ def missing(sections: list[Section]) -> list[Finding]:
     return [f for section in sections for f in section.findings if f.state == MISSING]
 
 
+def table(section: Section) -> str:
+    """The heading, and a line for each finding."""
+    lines, widths = [section.title], [max(len(f[i]) for f in section.findings) for i in range(2)]
+    for f in section.findings:
+        cells = [_MARKS[f.state], f.what.ljust(widths[0]), f.value.ljust(widths[1]), f.note]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
 def as_text(sections: list[Section]) -> str:
     """One table per section, then the list of what is missing."""
-    lines = []
-    for section in sections:
-        lines += ["", section.title]
-        widths = [max(len(f[i]) for f in section.findings) for i in range(2)]
-        for f in section.findings:
-            cells = [_MARKS[f.state], f.what.ljust(widths[0]), f.value.ljust(widths[1]), f.note]
-            lines.append("  ".join(cells).rstrip())
+    lines = [line for section in sections for line in (table(section), "")]
     lacking = missing(sections)
-    lines += ["", f"missing ({len(lacking)}, marked ! above):" if lacking else "nothing that is needed is missing"]
-    lines += [f"  {f.what}: {f.note or f.value}" for f in lacking]
-    return "\n".join(lines[1:])
+    lines.append(f"missing ({len(lacking)}, marked ! above):" if lacking else "nothing that is needed is missing")
+    return "\n".join([*lines, *(f"  {f.what}: {f.note or f.value}" for f in lacking)])
 
 
 def tested_versions() -> dict[str, str]:

@@ -13,6 +13,7 @@ import pickle
 import resource
 import selectors
 import signal
+import socket
 import struct
 import sys
 import time
@@ -293,6 +294,24 @@ class ForkedProcess:
 
     def _describe(self, rank: Rank) -> str:
         return rank.describe()
+
+
+class LocalRanks(ForkedProcess):
+    """Processes of this machine that communicate over loopback; the counterpart of `emulate.Cluster`."""
+
+    def __init__(self, ranks: int):
+        if sys.platform != "linux":
+            raise ValueError(f"--ranks needs Linux; this is {sys.platform}")
+        self.world_size = ranks
+
+    def _take_place(self, number: int) -> dict:
+        here = dict(MASTER_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo")
+        return dict(LOCAL_RANK=number, LOCAL_WORLD_SIZE=self.world_size, **here)
+
+    def _port(self) -> int:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return probe.getsockname()[1]
 
 
 def _require_forkable() -> None:

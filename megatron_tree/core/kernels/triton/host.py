@@ -142,9 +142,10 @@ attn_bwd_jvp = attn_bwd  # of dual tensors, see `Backend.for_duals`: known by ls
 
 
 @on_its_device
-def accumulate_bwd(dout, q, k, v, lse, delta, grads, *, q_segments, k_segments, spec: AttnSpec) -> None:
+def accumulate_bwd(dout, q, k, v, lse, delta, grads, *, q_segments, k_segments, spec: AttnSpec, own=None) -> None:
     """Add this block's gradients to grads = (dq, dk, dv), fp32. Calls for several cells accumulate.
 
+    own: the segments of queries and of keys that get gradients, if not all do.
     lse and delta [b, h, s] of dual tensors are (lse, mu) and (delta, kappa), [b, h, s, 2].
     """
     dq, dk, dv = grads
@@ -158,13 +159,13 @@ def accumulate_bwd(dout, q, k, v, lse, delta, grads, *, q_segments, k_segments, 
     lse2, delta = lse2.contiguous(), delta.contiguous()
     given = operands(Q=q, K=k, V=v, DOUT=dout.to(q.dtype)) | alibi_slopes(spec, q)
     given |= dict(LSE2=lse2, DELTA=delta, lse_strides=lse2.stride()[:-1])
-    segments, dims = dict(q_segments=q_segments, k_segments=k_segments, spec=spec), HeadDims.of(q, v, dual)
+    (own_q, own_k), dims = own or (q_segments, k_segments), HeadDims.of(q, v, dual)
     tiles = _tiles("dkdv", q, dims, spec)
     fused = tiles.fused and arch(q.device) in BOX_ARCHES and not dual and not spec.deterministic
     dq_boxes = _descriptor(dq, tiles.m) if fused else None
     if dq_boxes is None:
-        _add_dq(given, dq, _tiles("dq", q, dims, spec), dims, **segments)
-    _add_dkdv(given | dict(DQ_BOXES=dq_boxes), dk, dv, tiles, dims, **segments)
+        _add_dq(given, dq, _tiles("dq", q, dims, spec), dims, q_segments=own_q, k_segments=k_segments, spec=spec)
+    _add_dkdv(given | dict(DQ_BOXES=dq_boxes), dk, dv, tiles, dims, q_segments=q_segments, k_segments=own_k, spec=spec)
 
 
 def _boxes(k: Tensor, v: Tensor, tiles: configs.Tiles, dims: HeadDims, arch: str) -> dict:
@@ -206,7 +207,8 @@ def _add_dkdv(given: dict, dk, dv, tiles: configs.Tiles, dims: HeadDims, *, q_se
     (b, _, h_kv, _), group = dk.shape, given["Q"].shape[2] // dk.shape[2]
     k_tiles, q_table = tables(k_segments, q_segments, tiles.n, dk.device, heaviest_last=True)
     rows = 1 if spec.deterministic else b  # of the batch: bits must not depend on it
-    parts = _head_parts(k_tiles.shape[0] * h_kv * rows, group, dk.device)
+    # nor on the number of tiles and heads that a rank has: then one program adds up all heads of a KV head
+    parts = 1 if spec.deterministic == "ranks" else _head_parts(k_tiles.shape[0] * h_kv * rows, group, dk.device)
     dk_parts, dv_parts = (dk[None], dv[None]) if parts == 1 else (x.new_zeros(parts, *x.shape) for x in (dk, dv))
     bwd.attn_bwd_dkdv_kernel[(k_tiles.shape[0], h_kv * parts, b)](
         **given, DK=dk_parts, DV=dv_parts, k_tiles=k_tiles, q_segments=q_table, parts=parts,
