@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron_tree import dispatch_documents, shard_sequence, tree_attn_func, tree_select_func
 from megatron_tree.core import energy
+from megatron_tree.core.attention.selection import Blocks
 from megatron_tree.core.layout import documents_over
 from megatron_tree.core.spec import AttnSpec
 from support.ranks import on_ranks
@@ -93,5 +94,7 @@ def test_what_does_not_fit_is_refused():
     index = q, torch.zeros(1, 12, 2), k[:, :, 0]
     with pytest.raises(ValueError, match="3 rows, the sequence 4"):
         tree_select_func(*index, topk=2, block_size=3, **options)
+    with pytest.raises(ValueError, match="index_k is of blocks already: leave blocks out"):
+        tree_select_func(*index, topk=2, block_size=3, blocks=Blocks(3, lambda tokens, _: tokens[:, :, 0]), **options)
     with pytest.raises(ValueError, match="block_size=3 needs a Dispatched layout, not 'zigzag'"):
         tree_select_func(*index, topk=2, block_size=3, cp_group=None)

@@ -73,7 +73,7 @@ def tree_select_func(
     cp_group,
     softmax_scale: float = 1.0,
     layout: Layout = "zigzag",
-    block_size: int = 1,
+    block_size: int | None = None,
     blocks: Blocks | None = None,
     config: TreeConfig | None = None,
 ) -> Tensor:
@@ -88,7 +88,7 @@ def tree_select_func(
         softmax_scale: factor of the products of index_q and index_k.
         layout: as in `tree_attn_func`; packed documents as a layout from `dispatch_documents` or `packed_layout`; of
             `dispatch_prefix_tree`: a query sees keys among the tokens before it in its rows.
-        block_size: above 1, index_k [b, n, d_i] are keys of complete blocks of so many tokens, which lie as
+        block_size: index_k [b, n, d_i] are keys of complete blocks of so many tokens, which lie as
             `layout.blocks(block_size)` of a `Dispatched` layout; a query sees those that end up to its position.
         blocks: select whole blocks of tokens; their keys are made of index_k on every rank.
     Returns: int32 [b, s/p, m] with m = topk, or the longest document's length if that is less: positions of keys within
@@ -100,15 +100,17 @@ def tree_select_func(
     ranks = comm.Ranks.of(cp_group, index_q.device, config)
     (layout,) = layouts_of(layout, ranks, "tree_select_func", index_k=index_k)
     with ranks.call("tree_select_func") as call:
-        block_size = check_positive("block_size", block_size) or 1
-        check_index(index_q, index_weights, index_k, topk, softmax_scale, cached=block_size > 1)
+        of_blocks = check_positive("block_size", block_size) is not None
+        check_index(index_q, index_weights, index_k, topk, softmax_scale, cached=of_blocks)
         sharding, tree = sharding_of(index_q, "index_q", ranks, layout), getattr(layout, "tree", ())
         if tree:
             sharding = dataclasses.replace(sharding, layout=layout.by_run)
-        if (blocks is not None or block_size > 1) and tree:
+        if (blocks is not None or of_blocks) and tree:
             raise ValueError("blocks can't be selected in a prefix tree, which parts within them: pass the rows apart")
         of_keys = sharding
-        if block_size > 1:
+        if of_blocks and blocks is not None:
+            raise ValueError(f"block_size={block_size} says that index_k is of blocks already: leave blocks out")
+        if of_blocks:
             if not isinstance(layout, Dispatched):
                 raise ValueError(f"block_size={block_size} needs a Dispatched layout, not {layout!r}")
             of_keys = sharding_of(index_k, "index_k", ranks, layout.blocks(block_size))
@@ -117,13 +119,13 @@ def tree_select_func(
             batch=b, heads=h, dim=d, topk=topk, seq_len=sharding.seq_len, layout=str(layout), scale=softmax_scale,
             dtype=index_k.dtype, block=block_size if blocks is None else blocks.size, config=config,
         )  # fmt: skip
-        keys = KeysInOrder.gathered(index_k, of_keys, ranks, tree, block_size)
+        keys = KeysInOrder.gathered(index_k, of_keys, ranks, tree, block_size or 1)
     queries = _segments(sharding, tree, (ranks.rank,))
     if blocks is not None:
         keys = keys.in_blocks(blocks)
     lengths = [run.depth + run.length for run in tree] or getattr(layout, "lengths", (sharding.seq_len,))
     wanted = min(topk, max(lengths, default=0) // keys.size)
-    if block_size > 1:
+    if of_blocks:
         return positions_of(_lists(index_q, index_weights, keys, queries, wanted, softmax_scale)).to(torch.int32)
     return _select(index_q, index_weights, keys, queries, wanted, softmax_scale)
 
