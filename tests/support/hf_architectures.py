@@ -36,6 +36,19 @@ OF_ONE = {  # what these configurations want besides
     "dbrx": {"d_model": 32, "n_heads": 4, "n_layers": 3}
     | {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}}
     | {"ffn_config": {"ffn_hidden_size": 16, "hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2}},
+    "deepseek_v4": {
+        "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        "mlp_layer_types": ["hash_moe", "moe", "moe"],
+        "compress_rates": {"compressed_sparse_attention": 3, "heavily_compressed_attention": 8},
+        "partial_rotary_factor": 0.5,
+        "q_lora_rank": 16,
+        "o_groups": 2,
+        "o_lora_rank": 8,
+        "index_n_heads": 12,  # with few heads many scores are 0: ties
+        "index_head_dim": 8,
+        "index_topk": 4,
+        "hc_mult": 2,
+    },
     "emu3_text_model": _TOKENS,
     "gemma3n_text": _GEMMA | SHARED_KEYS | {"laurel_rank": 8, "activation_sparsity_pattern": None},
     "gemma4_text": _GEMMA | {"enable_moe_block": True, "top_k_experts": 2},

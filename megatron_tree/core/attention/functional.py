@@ -37,6 +37,7 @@ from .sequences import layouts_of, sharding_of
 from .validate import (
     autocast,
     check_cross_documents,
+    check_cross_layouts,
     check_finite_shares,
     check_heads,
     check_lengths,
@@ -67,6 +68,7 @@ def tree_attn_func(
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
     layout: Layout = "zigzag",
+    layout_kv: Layout | None = None,
     config: TreeConfig | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
@@ -100,6 +102,7 @@ def tree_attn_func(
         layout: "zigzag" (Megatron's), "contiguous" (the lengths of `shard_sequence`, which the ranks tell each other in
             a small message), a tuple of every rank's length (contiguous), or a `Dispatched`: any chunks on any rank;
             several documents are the same in every row.
+        layout_kv: of k and v in cross attention, with as many documents as layout; default: layout.
         config: `TreeConfig`; default: the file in $MEGATRON_TREE_CONFIG, else the planner chooses.
         return_lse: also return lse [b, h, s/p], fp32, natural log, differentiable; -inf for a query that sees nothing.
         return_max_logit: also return the largest logit of each head, [h], fp32, over the batch and the whole sequence,
@@ -115,7 +118,12 @@ def tree_attn_func(
     """
     outside, q, k, v = autocast(q, k, v)
     ranks = comm.Ranks.of(cp_group, q.device, config)
-    layout, layout_kv = layouts_of(layout, ranks, "tree_attn_func", q=q, k=k)
+    if layout_kv is None:
+        layout, layout_kv = layouts_of(layout, ranks, "tree_attn_func", q=q, k=k)
+    else:
+        (layout,), (layout_kv,) = (
+            layouts_of(x, ranks, "tree_attn_func", **of) for x, of in ((layout, {"q": q}), (layout_kv, {"k": k}))
+        )
     with ranks.call("tree_attn_func", differentiable=True) as call, outside:
         layout, layout_kv = (check_layout(x, ranks.size) for x in (layout, layout_kv))
         inputs, key = Inputs(q, k, v, sinks, selected), None
@@ -128,6 +136,8 @@ def tree_attn_func(
         options = dict(deterministic=config.deterministic, ranges=ranges is not None, alibi_slopes=alibi_slopes)
         spec = make_spec(q, causal, softmax_scale, window_size, softcap, dropout_p, dropout_seed, **options)
         check_lengths(q, k, v, cross=not spec.by_position)
+        if layout != layout_kv:
+            check_cross_layouts(layout, layout_kv, spec)
         queries, keys = sharding_of(q, "q", ranks, layout), sharding_of(k, "k", ranks, layout_kv)
         if ranges is not None:
             spec = dataclasses.replace(spec, ranges=make_slices(ranges, queries, keys))

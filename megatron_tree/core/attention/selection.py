@@ -30,7 +30,7 @@ from .. import comm, kernels
 from ..config import SELECT_SCHEDULES, TreeConfig, check_choice, check_positive, integer
 from ..duals import check_tangents
 from ..kernels import KVCache, index_scores
-from ..layout import Layout, Segment, Sharding, TreeRun
+from ..layout import Dispatched, Layout, Segment, Sharding, TreeRun
 from ..layout import positions_of as positions_of_rows
 from ..log import say_once
 from ..merge import NO_ENTRY, ListReducer, positions_of, ranked
@@ -73,6 +73,7 @@ def tree_select_func(
     cp_group,
     softmax_scale: float = 1.0,
     layout: Layout = "zigzag",
+    block_size: int | None = None,
     blocks: Blocks | None = None,
     config: TreeConfig | None = None,
 ) -> Tensor:
@@ -87,33 +88,45 @@ def tree_select_func(
         softmax_scale: factor of the products of index_q and index_k.
         layout: as in `tree_attn_func`; packed documents as a layout from `dispatch_documents` or `packed_layout`; of
             `dispatch_prefix_tree`: a query sees keys among the tokens before it in its rows.
+        block_size: index_k [b, n, d_i] are keys of complete blocks of so many tokens, which lie as
+            `layout.blocks(block_size)` of a `Dispatched` layout; a query sees those that end up to its position.
         blocks: select whole blocks of tokens; their keys are made of index_k on every rank.
     Returns: int32 [b, s/p, m] with m = topk, or the longest document's length if that is less: positions of keys within
         the query's document (a prefix tree's packed row is one), -1 where there are fewer; for
-        `tree_attn_func(selected=)`. Equal scores: earlier keys.
+        `tree_attn_func(selected=)`. Equal scores: earlier keys. With block_size likewise, numbers of blocks.
         With blocks m = topk * size + size - 1, with the number of the longest document's blocks if that is less.
     Raises: ValueError for bad input or arguments that differ between ranks; CommError if a rank failed.
     """
     ranks = comm.Ranks.of(cp_group, index_q.device, config)
     (layout,) = layouts_of(layout, ranks, "tree_select_func", index_k=index_k)
     with ranks.call("tree_select_func") as call:
-        check_index(index_q, index_weights, index_k, topk, softmax_scale)
-        sharding, tree = sharding_of(index_k, "index_k", ranks, layout), getattr(layout, "tree", ())
+        of_blocks = check_positive("block_size", block_size) is not None
+        check_index(index_q, index_weights, index_k, topk, softmax_scale, cached=of_blocks)
+        sharding, tree = sharding_of(index_q, "index_q", ranks, layout), getattr(layout, "tree", ())
         if tree:
             sharding = dataclasses.replace(sharding, layout=layout.by_run)
-        if blocks is not None and tree:
+        if (blocks is not None or of_blocks) and tree:
             raise ValueError("blocks can't be selected in a prefix tree, which parts within them: pass the rows apart")
+        of_keys = sharding
+        if of_blocks and blocks is not None:
+            raise ValueError(f"block_size={block_size} says that index_k is of blocks already: leave blocks out")
+        if of_blocks:
+            if not isinstance(layout, Dispatched):
+                raise ValueError(f"block_size={block_size} needs a Dispatched layout, not {layout!r}")
+            of_keys = sharding_of(index_k, "index_k", ranks, layout.blocks(block_size))
         b, _, h, d = index_q.shape
         call.agree(
             batch=b, heads=h, dim=d, topk=topk, seq_len=sharding.seq_len, layout=str(layout), scale=softmax_scale,
-            dtype=index_k.dtype, block=None if blocks is None else blocks.size, config=config,
+            dtype=index_k.dtype, block=block_size if blocks is None else blocks.size, config=config,
         )  # fmt: skip
-        keys = KeysInOrder.gathered(index_k, sharding, ranks, tree)
+        keys = KeysInOrder.gathered(index_k, of_keys, ranks, tree, block_size or 1)
     queries = _segments(sharding, tree, (ranks.rank,))
     if blocks is not None:
         keys = keys.in_blocks(blocks)
     lengths = [run.depth + run.length for run in tree] or getattr(layout, "lengths", (sharding.seq_len,))
     wanted = min(topk, max(lengths, default=0) // keys.size)
+    if of_blocks:
+        return positions_of(_lists(index_q, index_weights, keys, queries, wanted, softmax_scale)).to(torch.int32)
     return _select(index_q, index_weights, keys, queries, wanted, softmax_scale)
 
 
@@ -282,12 +295,14 @@ class KeysInOrder:
             first += s.length
 
     @classmethod
-    def gathered(cls, x: Tensor, sharding: Sharding, ranks: comm.Ranks, tree: Sequence[TreeRun] = ()) -> KeysInOrder:
-        """Of x [b, s/p, d] of every rank; tree: the runs of a prefix tree, if it is one. Collective."""
+    def gathered(
+        cls, x: Tensor, sharding: Sharding, ranks: comm.Ranks, tree: Sequence[TreeRun] = (), size: int = 1
+    ) -> KeysInOrder:
+        """Of x [b, s/p, d] of every rank; tree: the runs of a prefix tree; size: of blocks. Collective."""
         rows = x.transpose(0, 1)
         padded = torch.cat((rows, rows.new_zeros(sharding.rows - len(rows), *rows.shape[1:])))
         segments = _segments(sharding, tree, *((r,) for r in range(ranks.size)))
-        return cls(ranks.gather(padded), segments, parents=[run.parent for run in tree])
+        return cls(ranks.gather(padded), segments, size, [run.parent for run in tree])
 
     def in_blocks(self, blocks: Blocks) -> KeysInOrder:
         """The keys of the tokens' complete blocks."""

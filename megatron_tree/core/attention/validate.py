@@ -18,7 +18,7 @@ from torch import Tensor
 from ..comm import Ranks
 from ..config import DECODE_SCHEDULES, TreeConfig, check_choice, integer, integers
 from ..kernels import KVCache
-from ..layout import Dispatched, Packed, ReadOnce, Segment, Sharding, sequences_of
+from ..layout import Dispatched, Layout, Packed, ReadOnce, Segment, Sharding, sequences_of
 from ..spec import SLICES, AttnSlice, AttnSpec, Dropout
 
 _NOTHING = contextlib.nullcontext()
@@ -237,6 +237,22 @@ def check_cross_documents(queries: Packed, keys: Packed, counts: tuple[int, int]
     if counts[0] != counts[1]:
         raise ValueError(
             f"cu_seqlens has {counts[0]} documents and cu_seqlens_kv {counts[1]}: the numbers must be equal"
+        )
+
+
+def check_cross_layouts(queries: Layout, keys: Layout, spec: AttnSpec) -> None:
+    """Raise ``ValueError`` unless queries can attend to keys that lie otherwise, as documents of the same number."""
+    if spec.by_position and not (isinstance(queries, tuple) and isinstance(keys, tuple)):
+        raise ValueError(
+            f"layout_kv={keys!r} differs from layout={queries!r} with causal={spec.causal} and window_size="
+            f"{spec.window_size}: keys that lie otherwise are cross attention, which needs causal=False, no window and "
+            "no slopes"
+        )
+    counts = [len(getattr(x, "lengths", (0,))) for x in (queries, keys)]
+    if counts[0] != counts[1]:
+        raise ValueError(
+            f"layout has {counts[0]} documents and layout_kv {counts[1]}: a query sees keys of the document with its "
+            "own number, so the numbers must be equal"
         )
 
 

@@ -12,7 +12,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..arguments import checked
@@ -214,6 +214,11 @@ class Dispatched(_Documents):
         lengths, padded = zip(*chunks) if chunks else ((), ())
         return Dispatched(lengths, padded, self.shares, self.num_rows)
 
+    def blocks(self, size: int) -> Dispatched:
+        """The complete blocks of `size` tokens of every document, each on the rank that has its last token: one row a
+        block."""
+        return _blocks(self, size)
+
     def runs(self, rank: int, world: int) -> tuple[Run, ...]:
         return self.shares[rank]
 
@@ -222,6 +227,17 @@ class Dispatched(_Documents):
         """The same rows on the same ranks, but every run of the tree is a document of its own."""
         lengths = tuple(run.length for run in self.tree)
         return Dispatched(lengths, lengths, self.shares, self.num_rows)
+
+
+@lru_cache(maxsize=64)  # every layer asks
+def _blocks(layout: Dispatched, size: int) -> Dispatched:
+    counts = tuple(n // size for n in layout.lengths)
+    starts, shares = (0, *itertools.accumulate(counts)), []
+    for rank in range(len(layout.shares)):
+        segments = layout.segments(rank, len(layout.shares))
+        bounds = ((s.seq, s.pos // size, (s.pos + s.length) // size) for s in segments)
+        shares.append(tuple((starts[seq] + first, end - first) for seq, first, end in bounds if first < end))
+    return Dispatched(counts, counts, tuple(shares), max(sum(n for _, n in share) for share in shares))
 
 
 @checked

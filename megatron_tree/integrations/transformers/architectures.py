@@ -16,7 +16,6 @@ BOTH_TYPES = ("hybrid", "hybrid_sliding")  # attention beside a recurrent layer
 PLAIN_TYPES = ("mlp", "moe")  # Transformers calls them "dummy" where it makes a cache
 UNSUPPORTED = {
     "blt": "tokens in patches, and several models with caches of their own",
-    "deepseek_v4": "keys of compressed blocks of tokens beside those of a window, in one attention call with a mask",
     "doge": "a mask that depends on its keys (dynamic mask attention)",
     "git": "images in the prompt, which see each other without a causal mask",
     "glm5_next_text": "an index of pooled tokens with gates, and attention that does not pass the mask on",
@@ -83,6 +82,8 @@ def layers_of(config) -> list[LayerKind]:
     if ngrams := getattr(text, "ple_layer_ids", None):  # other layers have no states of n-grams
         states = [n if i + 1 in ngrams else min(n, 1) for i, n in enumerate(states)]
     windows = [None if kind == "chunked_attention" else x.get("sliding_window") for kind, x in zip(kinds, options)]
+    if text.model_type == "deepseek_v4":  # of all layers, whose caches are of classes of their own
+        windows = [text.sliding_window] * len(kinds)
     attending = {*LAYER_TYPES, *BOTH_TYPES, *own}
     layers = [
         LayerKind(kind in attending, window, num_states)
@@ -127,6 +128,11 @@ def check_cached(config) -> None:
         raise ValueError(
             f"{type(text).__name__} has two attention calls for one cache update (differential attention); TreeCache "
             f"does not support it, only training on shards. {INSTEAD}"
+        )
+    if text.model_type == "deepseek_v4":
+        raise ValueError(
+            f"{type(text).__name__} has keys of compressed blocks of tokens beside those of a window, which TreeCache "
+            f"does not keep: it supports only training on shards. {INSTEAD}"
         )
     if not any(layer.attends for layer in layers_of(config)):
         raise ValueError(f"{type(text).__name__} has no attention layers: TreeCache has nothing to share. {INSTEAD}")

@@ -24,6 +24,7 @@ from ...core.attention.functional import tree_attn_func
 from ...core.comm import outside_graphs
 from ...core.spec import AttnSlice
 from .architectures import check_replaceable
+from .families import compressed
 from .families.chunked import chunk_size, has_temperature, with_temperature
 from .families.images import ImageMask, image_mask, state_ahead
 from .families.indexed import IndexMask
@@ -87,6 +88,8 @@ def tree_attention(
     if isinstance(attention_mask, IndexMask | BlockMask):
         attention_mask = attention_mask.mask
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if family == "compressed":
+        return compressed.attend(module, q, k, v, attention_mask, options).contiguous(), None
     if isinstance(attention_mask, SequenceShard):
         if update is not None:
             raise ValueError(NOTHING_BESIDE)
@@ -272,9 +275,10 @@ def tree_mask(
     if of_images:
         offset = kwargs.get("q_offset", 0)
         return image_mask(mask, kwargs["mask_function"], batch_size, q_length, offset, kwargs.get("device"))
+    if indexed or family == "compressed":
+        patch_model(config)
     if not indexed:
         return mask
-    patch_model(config)
     return block_mask(mask, config) if family == "pooled" else IndexMask(mask)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from . import images, indexed, latent, pooled, recurrent, rope, shared_keys, zaya
+from . import compressed, images, indexed, latent, pooled, recurrent, rope, shared_keys, zaya
 from .modeling import INSTEAD, modeling_file, patch
 
 
@@ -104,6 +104,18 @@ FAMILIES: dict[str, Family] = {
         layer_types=("indexed_attention",),
         not_captured="layers with an index select keys, whose number on a rank depends on their scores",
         not_in_trees="attention to blocks of keys that an index selects",
+    ),
+    # keys of compressed blocks of tokens beside those of a window: DeepSeek V4
+    "compressed": Family(
+        models=("deepseek_v4",),
+        patches={
+            "DeepseekV4Attention.forward": compressed.run_layer,
+            "DeepseekV4*Compressor.forward": compressed.compress,
+            "DeepseekV4Indexer.forward": compressed.select,
+        },
+        check=compressed.check_model,
+        layer_types=("compressed_sparse_attention", "heavily_compressed_attention"),
+        not_in_trees="keys of compressed blocks of tokens",
     ),
     # queries see their own chunk of positions: Llama 4 (chunked.py)
     "chunked": Family(
