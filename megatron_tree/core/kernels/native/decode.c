@@ -98,8 +98,8 @@ static void score_piece(const Block *b, const Memory *m, int64_t head, int64_t h
             for (int j = from; j < to; j += KEYS_OF_TILE)                                                              \
                 score(m, b->k + j, n * b->k_head, m->q + row * m->d, R, KEYS_OF_TILE, m->s + row * KEYS + j, later);
     for (int64_t i = 0; i < m->rows; i += ROWS) {
-        SCORE(1, m->piece == 1, 1) SCORE(1, m->piece > 1, 8)
-        SCORE(2, m->piece == 1, 1) SCORE(2, m->piece > 1, OF_32(8, 4))
+        SCORE(1, m->piece == 1, 1) SCORE(1, m->piece > 1, 4)
+        SCORE(2, m->piece == 1, 1) SCORE(2, m->piece > 1, 4)
         SCORE(3, 1, 4)
         SCORE(4, 1, OF_32(4, 2))
     }

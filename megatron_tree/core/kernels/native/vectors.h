@@ -16,8 +16,10 @@
 #endif
 #ifdef __x86_64__
 #define HOLD(x) __asm__("" : "+v"(x)) /* in a register: else gcc reads it again for every product */
+#elif defined(__aarch64__)
+#define HOLD(x) __asm__("" : "+w"(x))
 #else
-#define HOLD(x)
+#define HOLD(x) (void)0
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
