@@ -164,6 +164,23 @@ def test_the_same_bits_for_any_batch_and_number_of_threads(monkeypatch):
         assert torch.equal(alone, found[0][i : i + 1])
 
 
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (6, 2)], ids=str)
+def test_the_same_bits_in_any_order_of_reading(heads):
+    """A large cache is read key by key where few query rows share a key, one of its rows alone in tiles of keys."""
+    q, k, v = decode_inputs(2, 1, 2101, heads, 128, 128, dtype=torch.float32)
+    assert k.nbytes + v.nbytes > 8 << 20 > k[:1].nbytes + v[:1].nbytes  # LARGE of decode.c
+    spec = AttnSpec(softmax_scale=0.1)
+    together = native.attn_decode(q, KVCache(k, v), spec)
+    (pk, table), (pv, _) = paged(k, 16), paged(v, 16)
+    in_pages = KVCache(pk, pv, lengths=torch.tensor([2101, 2101]), block_table=table)
+    assert torch.equal(native.attn_decode(q, in_pages, spec), together)
+    for i in range(2):
+        alone = native.attn_decode(q[i : i + 1], KVCache(k[i : i + 1], v[i : i + 1]), spec)
+        assert torch.equal(alone, together[i : i + 1])
+    exact = energy.attention(*(x.double() for x in (q, k, v)), spec=spec)
+    assert_near(together[..., :-1], exact[0], 2101)
+
+
 @pytest.mark.parametrize("options", [("-mavx2", "-mfma"), ("-msse2",)], ids=" ".join)
 def test_narrower_vectors(options, monkeypatch):
     """What other processors run gives the same to rounding."""

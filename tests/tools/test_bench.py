@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import itertools
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ import torch
 from megatron_tree.core import kernels
 from megatron_tree.tools.bench import command as bench
 from megatron_tree.tools.bench import kernels as bench_kernels
-from megatron_tree.tools.bench import options, rivals, step, tasks, train
+from megatron_tree.tools.bench import local, options, rivals, step, tasks, train
 from megatron_tree.tools.bench.results import Curve, Panel, Results
 from megatron_tree.tools.bench.tasks import NotHere, Task, run_tasks
 from megatron_tree.tools.calibrate import kernel_cases
@@ -105,6 +106,33 @@ def test_no_speed_for_a_result_that_is_wrong_at_the_size_timed(tmp_path, monkeyp
     told = json.loads((tmp_path / "results.json").read_text())
     assert sorted(x["status"] for x in told["cases"]) == ["done", "done", "failed"]
     assert not any(row["name"].startswith("ours") for row in told["rows"] if row["case"] == case.label)
+
+
+def test_local_decoding_is_checked_before_it_is_timed(tmp_path, monkeypatch, capsys):
+    """Every form of a cache, on one thread and two; a kernel that is wrong in one case stops the run there."""
+    shapes = ("4/2x16,128,fp32", "4/2x16,64,bf16,paged", "4/2x16,64,int8", "4/1x80,64,fp32,latent")
+    given = ["local", "--threads", "1", "2", "--budget", "0.01", "--out", str(tmp_path), "--cases", *shapes]
+    assert bench.main(given) == 0
+    rows = list(csv.DictReader((tmp_path / "results.csv").open()))
+    assert [(r["dtype"], r["threads"]) for r in rows] == list(itertools.product(("fp32", "bf16", "int8", "fp32"), "12"))
+    assert (tmp_path / "results.png").read_bytes()[:4] == b"\x89PNG"
+    right = kernels.attn_decode
+
+    def wrong(q, cache, spec, backend):
+        return right(q, cache, spec, backend) * (1.1 if backend == "native" and q.dtype == torch.bfloat16 else 1)
+
+    monkeypatch.setattr(kernels, "attn_decode", wrong)
+    capsys.readouterr()
+    assert bench.main(given) == 1
+    said = capsys.readouterr()
+    assert "ours, native is wrong: decode b1 s64 h4/2 d16 paged" in said.err and "bf16" not in said.out
+
+
+def test_local_reading_reads_every_word(monkeypatch, tmp_path, capsys):
+    """A plain loop that left something out would be too fast to compare with."""
+    monkeypatch.setattr(local, "_read", lambda *given: 1)
+    assert bench.main(["local", "--cases", "4/2x16,128,fp32", "--out", str(tmp_path)]) == 1
+    assert "the plain loop does not read all of decode b1 s128 h4/2 d16, fp32" in capsys.readouterr().err
 
 
 def _emits(value, emit):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import ast
 import pathlib
+import re
 
 from ...core.config import DECODE_SCHEDULES
 from ...core.units import parse_bits_per_second, parse_count, parse_nodes_by_ranks, parse_seconds
 
 COMMANDS = {
     "kernels": "attention kernels of one device",
+    "local": "a decode step's attention on one CPU: our kernel, reading alone, torch's kernel",
     "decode": "a decode step over a sharded KV cache on several ranks: all schedules, over a network",
     "generate": "a whole model with a sharded KV cache: one rank, ring and trees, token by token",
     "serve": "many requests at once by the scheduler, and as one padded batch of Transformers",
@@ -23,6 +25,10 @@ EXAMPLES = {
   megatron-tree bench kernels --only correct decode --dtype fp16
   megatron-tree bench kernels --device cpu
   TRITON_INTERPRET=1 megatron-tree bench kernels --device cpu --dtype fp16      a rehearsal
+""",
+    "local": """\
+  megatron-tree bench local                                               docs/benchmarks.md
+  megatron-tree bench local --cases 32/8x128,16k,int8 9/3x64,4k,fp32,paged --threads 1
 """,
     "decode": """\
   megatron-tree bench decode --ranks 4 --seq-len 16k
@@ -63,6 +69,11 @@ STEP = ("auto", "ulysses", "grid", "ring", "deepspeed", *TORCH)
 GENERATE = ("auto", "ring", "allreduce")
 
 DTYPES = ("bf16", "fp16", "fp32")
+LOCAL = (
+    *("8/8x128,16k,fp32", "16/8x128,16k,fp32", "16/8x128,16k,fp32,paged", "9/3x64,64k,fp32", "9/3x64,4k,fp32"),
+    *("32/8x128,16k,bf16", "32/8x128,16k,fp16", "32/8x128,16k,int8", "32/8x128,512,bf16", "16/8x128,512,fp32"),
+    *("16/1x128,64k,fp32", "64/1x128,16k,fp32", "128/1x576,4k,fp32,latent"),
+)
 SIZES = {"layers": 4, "hidden_size": 512, "heads": 16, "kv_heads": 4, "head_dim": 128}
 STAGES = {
     "machine": "driver, clocks, power, links; a copy and matrix products",
@@ -83,6 +94,23 @@ def _kernels(parser) -> None:
     what = "; ".join(f"{name}: {text}" for name, text in STAGES.items())
     add("--only", choices=STAGES, nargs="+", default=list(STAGES), help=f"stages, in this order: {what}")
     add("--budget", type=float, default=3600.0, metavar="SECONDS", help="the whole run's, kept")
+
+
+def _local(parser) -> None:
+    add = parser.add_argument
+    add("--cases", type=_local_case, nargs="+", default=[_local_case(case) for case in LOCAL],
+        metavar="CASE", help="HEADS/KV_HEADSxHEAD_DIM,TOKENS,DTYPE[,FORM]; DTYPE: fp32, bf16, fp16, or int8 and fp8, "
+        f"which are paged; FORM: paged, or latent (MLA) (default: {' '.join(LOCAL)})")  # fmt: skip
+    add("--threads", type=parse_count, nargs="+", default=[1, 2], metavar="N", help="(default: 1 2)")
+    add("--budget", type=float, default=1.0, metavar="SECONDS", help="of a case (default: %(default)s)")
+
+
+def _local_case(text: str) -> tuple[int, int, int, int, str, str]:
+    shape, tokens, dtype, form = [*text.split(","), "", "", ""][:4]
+    match = re.fullmatch(r"0*([1-9]\d*)/0*([1-9]\d*)x0*([1-9]\d*)", shape)
+    if not match or dtype not in (*DTYPES, "int8", "fp8") or form not in ("", "paged", "latent") or text.count(",") > 3:
+        raise argparse.ArgumentTypeError(f"{text!r} is no case, for instance 16/8x128,16k,bf16 or {LOCAL[2]}")
+    return *map(int, match.groups()), parse_count(tokens), dtype, form
 
 
 def _decode(parser) -> None:
@@ -178,7 +206,8 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(parse_count(part) for part in text.split(","))
 
 
-OPTIONS = dict(kernels=_kernels, decode=_decode, generate=_generate, serve=_serve, step=_step, train=_train)
+OPTIONS = dict(kernels=_kernels, local=_local, decode=_decode, generate=_generate, serve=_serve)
+OPTIONS |= dict(step=_step, train=_train)
 
 
 def build_parser() -> argparse.ArgumentParser:

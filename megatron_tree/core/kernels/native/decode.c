@@ -8,11 +8,11 @@
  */
 #include "blocks.h"
 
-#define ROWS 4         /* query rows that share what was read */
-#define TILE 8         /* the most keys or vectors of columns that rows meet at a time */
-#define PIECE 4096     /* bytes of a head's keys in a piece; TILE keys where the heads of a key lie together */
-#define AHEAD 4096     /* bytes from what is read to what is fetched */
-#define SHORT 128      /* bytes of a row */
+#define ROWS 4            /* query rows that share what was read */
+#define TILE 8            /* keys of a piece: the most keys or vectors of columns that rows meet at a time */
+#define LARGE (8ll << 20) /* bytes of keys and values that no cache holds */
+#define AHEAD 8192        /* bytes from what is read to what is fetched */
+#define SHORT 128         /* bytes of a row */
 #if defined(__AVX512F__) || defined(__aarch64__)
 #define OF_32(yes, no) yes /* registers; others have 16 */
 #else
@@ -20,27 +20,29 @@
 #endif
 
 typedef struct { /* a task's memory; rows of the queries: KV head, query, head of the group; d and d_v: whole vectors */
-    int64_t rows, d, d_v, piece, ahead, inside; /* inside: the heads of a key lie together */
+    int64_t rows, d, d_v, ahead, inside; /* inside: the heads of a key lie together */
+    int64_t piece;                       /* keys of which a head's are read together: TILE or 1 */
     float *q, *acc, *s, *den, *top; /* den [.., WIDTH] */
+    uint8_t *some; /* for every ROWS rows: how many share what is read; 0: none sees a key of the block */
     const float *slopes;
 } Memory;
 
-/* Products of `rows` queries q [rows, d] with `keys` keys: s [rows, KEYS]. */
-INLINE void score(const Memory *m, const char *const *key, int64_t head, const float *q, int rows, int keys, float *s)
+/* Products of `rows` queries q [rows, d] with `keys` keys: s [rows, KEYS]. A single key's successor is fetched. */
+INLINE void score(const Memory *m, const char *const *key, int64_t head, const float *q, int rows, int keys, float *s,
+                  const char *later)
 {
     const char *k[TILE];
-    vf sum[2 * TILE], y[ROWS];
+    vf sum[2 * TILE] = {0}, y[ROWS];
     float all[2 * TILE];
-    for (int t = 0; t < keys; t++) {
+    for (int t = 0; t < keys; t++)
         k[t] = key[t] + head;
-        vf x = widen(k[t]);
-        for (int r = 0; r < rows; r++)
-            sum[r * keys + t] = load(q + r * m->d) * x;
-    }
-    for (int64_t i = WIDTH; i < m->d; i += WIDTH) {
+    if (keys == 1 && later)
+        prefetch(later + head, m->d * SIZE);
+    for (int64_t i = 0; i < m->d; i += WIDTH) {
         for (int r = 0; r < rows; r++) {
             y[r] = load(q + r * m->d + i);
-            HOLD(y[r]);
+            if (keys > 1)
+                HOLD(y[r]);
         }
         for (int t = 0; t < keys; t++) {
             vf x = widen(k[t] + i * SIZE);
@@ -50,6 +52,7 @@ INLINE void score(const Memory *m, const char *const *key, int64_t head, const f
                 sum[r * keys + t] += y[r] * x;
         }
     }
+#pragma GCC unroll 8
     for (int t = 0; t < rows * keys; t += 4) {
         v4 x = sums(sum[t], sum[t + 1], sum[t + 2], sum[t + 3]);
         memcpy(all + t, &x, sizeof x);
@@ -60,9 +63,11 @@ INLINE void score(const Memory *m, const char *const *key, int64_t head, const f
 
 /* acc [rows, d_v] += p [rows, KEYS] times `keys` values, from a column on `vectors` at a time. Returns what is left. */
 INLINE int64_t add(const Memory *m, const char *const *value, int keys, int64_t head, const float *p, int rows,
-                   int vectors, int64_t from, float *acc)
+                   int vectors, int64_t from, float *acc, const char *later)
 {
     vf sum[2 * TILE];
+    if (keys == 1 && later && !from)
+        prefetch(later + head, m->d_v * SIZE);
     for (; from + vectors * WIDTH <= m->d_v; from += vectors * WIDTH) {
         for (int r = 0; r < rows; r++)
             for (int t = 0; t < vectors; t++)
@@ -82,44 +87,41 @@ INLINE int64_t add(const Memory *m, const char *const *value, int keys, int64_t 
     return from;
 }
 
-/* How many rows from row i on share what is read; 0 if none of their queries sees a key of the block. */
-static int64_t rows_at(const Call *c, const Block *b, int64_t i, int64_t rows)
+/* Numbers `from` to `to` - 1 of a block, KV heads `head` to `heads` - 1: their scores. Tiles fill the registers,
+ * single keys are read as they lie in memory. */
+static void score_piece(const Block *b, const Memory *m, int64_t head, int64_t heads, int from, int to,
+                        const char *later)
 {
-    int64_t group = c->heads / c->kv_heads, some = rows - i < ROWS ? rows - i : ROWS;
-    for (int64_t query = i / group; query * group < i + some; query++)
-        if (b->sees[query])
-            return some;
-    return 0;
-}
-
-/* Numbers `from` to `to` - 1 of a block, KV head n: scores of its rows. Tiles fill the registers. */
-static void score_piece(const Call *c, const Block *b, const Memory *m, int64_t n, int from, int to)
-{
-#define SCORE(R, KEYS_OF_TILE)                                                                                         \
-    if (some == R)                                                                                                     \
-        for (int j = from; j < to; j += KEYS_OF_TILE)                                                                  \
-            score(m, b->k + j, n * b->k_head, m->q + row * m->d, R, KEYS_OF_TILE, m->s + row * KEYS + j);
+#define SCORE(R, IF, KEYS_OF_TILE)                                                                                     \
+    if (m->some[i / ROWS] == R && (IF))                                                                                \
+        for (int64_t n = head, row = n * m->rows + i; n < heads; n++, row += m->rows)                                  \
+            for (int j = from; j < to; j += KEYS_OF_TILE)                                                              \
+                score(m, b->k + j, n * b->k_head, m->q + row * m->d, R, KEYS_OF_TILE, m->s + row * KEYS + j, later);
     for (int64_t i = 0; i < m->rows; i += ROWS) {
-        int64_t some = rows_at(c, b, i, m->rows), row = n * m->rows + i;
-        SCORE(1, 8)
-        SCORE(2, OF_32(8, 4))
-        SCORE(3, 4)
-        SCORE(4, OF_32(4, 2))
+        SCORE(1, m->piece == 1, 1) SCORE(1, m->piece > 1, 4)
+        SCORE(2, m->piece == 1, 1) SCORE(2, m->piece > 1, 4)
+        SCORE(3, 1, 4)
+        SCORE(4, 1, OF_32(4, 2))
     }
 }
 
-static void add_piece(const Call *c, const Block *b, const Memory *m, int64_t n, int from, int to)
+static void add_piece(const Block *b, const Memory *m, int64_t head, int64_t heads, int from, int to,
+                      const char *later)
 {
-#define ADD(R, VECTORS)                                                                                                \
-    if (some == R)                                                                                                     \
-        at = add(m, b->v + from, to - from, n * b->v_head, m->s + row * KEYS + from, R, VECTORS, at,                   \
-                 m->acc + row * m->d_v);
+#define SOME(R, NUM_KEYS, VECTORS)                                                                                     \
+    at = add(m, b->v + from, NUM_KEYS, n * b->v_head, m->s + row * KEYS + from, R, VECTORS, at,                        \
+             m->acc + row * m->d_v, later);
+#define ADD(R, IF, NUM_KEYS, VECTORS)                                                                                  \
+    if (m->some[i / ROWS] == R && (IF))                                                                                \
+        for (int64_t n = head, row = n * m->rows + i, at = 0; n < heads; n++, row += m->rows, at = 0) {                \
+            SOME(R, NUM_KEYS, VECTORS) SOME(R, NUM_KEYS, VECTORS / 2) SOME(R, NUM_KEYS, 1)                             \
+        }
+    int keys = to - from;
     for (int64_t i = 0; i < m->rows; i += ROWS) {
-        int64_t some = rows_at(c, b, i, m->rows), row = n * m->rows + i, at = 0;
-        ADD(1, 8) ADD(1, 4) ADD(1, 2) ADD(1, 1)
-        ADD(2, OF_32(8, 4)) ADD(2, 4) ADD(2, 2) ADD(2, 1)
-        ADD(3, 4) ADD(3, 2) ADD(3, 1)
-        ADD(4, OF_32(4, 2)) ADD(4, 2) ADD(4, 1)
+        ADD(1, keys == 1, 1, 8) ADD(1, keys > 1, keys, 8)
+        ADD(2, keys == 1, 1, OF_32(8, 4)) ADD(2, keys > 1, keys, OF_32(8, 4))
+        ADD(3, 1, keys, 4)
+        ADD(4, 1, keys, OF_32(4, 2))
     }
 }
 
@@ -172,8 +174,9 @@ static void weigh(const Call *c, const Block *b, const Memory *m, const float *k
 }
 
 /* What will be read AHEAD of number j of KV head n: keys, then values, then the next block's keys. Of short rows this
- * head fetches its share of the keys, with all heads. Inline: gcc drops calls of a function that only fetches. */
-INLINE void fetch(const Call *c, const Block *b, const Block *next, const Memory *m, int values, int64_t n, int64_t j)
+ * head fetches its share of the keys, with all heads. Of single keys, where to fetch while another is read. */
+INLINE const char *fetch(const Call *c, const Block *b, const Block *next, const Memory *m, int values, int64_t n,
+                         int64_t j)
 {
     int64_t at = j + m->ahead, end = (b->count + m->piece - 1) / m->piece * m->piece;
     if (at >= end) {
@@ -181,6 +184,8 @@ INLINE void fetch(const Call *c, const Block *b, const Block *next, const Memory
         if (m->inside || ++n == c->kv_heads)
             n = m->inside ? n : 0, b = values ? next : b, values = !values;
     }
+    if (m->piece == 1)
+        return (values ? b->v : b->k)[at < b->count ? at : 0];
     int64_t bytes = (values ? m->d_v : m->d) * SIZE, keys = b->count - at < m->piece ? b->count - at : m->piece;
     int64_t to = at + keys;
     if (m->inside && bytes <= SHORT) {
@@ -189,17 +194,23 @@ INLINE void fetch(const Call *c, const Block *b, const Block *next, const Memory
     }
     for (; at < to; at++)
         prefetch((values ? b->v : b->k)[at] + n * (values ? b->v_head : b->k_head), bytes);
+    return NULL;
 }
 
 static void attend_block(const Call *c, const Block *b, const Block *next, const Memory *m)
 {
-    int64_t heads = c->kv_heads, pieces = (b->count + m->piece - 1) / m->piece, inside = m->inside;
+    int64_t heads = c->kv_heads, inside = m->inside, group = c->heads / heads;
+    int64_t pieces = (b->count + m->piece - 1) / m->piece, together = m->piece == 1 ? heads : 1;
+    memset(m->some, 0, (m->rows + ROWS - 1) / ROWS);
+    for (int64_t i = 0; i < m->rows; i++)
+        if (b->sees[i / group])
+            m->some[i / ROWS] = m->rows - i / ROWS * ROWS < ROWS ? m->rows % ROWS : ROWS;
     for (int values = 0; values < 2; values++) {
         for (int64_t outer = 0; outer < (inside ? pieces : heads); outer++)
-            for (int64_t inner = 0; inner < (inside ? heads : pieces); inner++) {
+            for (int64_t inner = 0; inner < (inside ? heads : pieces); inner += together) {
                 int64_t n = inside ? inner : outer, j = (inside ? outer : inner) * m->piece, end = j + m->piece;
-                fetch(c, b, next, m, values, n, j);
-                (values ? add_piece : score_piece)(c, b, m, n, j, end < b->count ? end : b->count);
+                const char *later = fetch(c, b, next, m, values, n, j);
+                (values ? add_piece : score_piece)(b, m, n, n + together, j, end < b->count ? end : b->count, later);
             }
         for (int64_t n = 0; n < heads && !values; n++) {
             float k_scale[KEYS], v_scale[KEYS];
@@ -209,7 +220,7 @@ static void attend_block(const Call *c, const Block *b, const Block *next, const
                 memcpy(v_scale + j, b->v_scale[at] + n * c->vs_head, sizeof *v_scale);
             }
             for (int64_t i = 0; i < m->rows; i++)
-                if (b->sees[i / (c->heads / heads)]) /* else its state stays */
+                if (b->sees[i / group]) /* else its state stays */
                     weigh(c, b, m, k_scale, v_scale, n, i);
         }
     }
@@ -262,12 +273,14 @@ int decode_tasks(const Call *c, int64_t first, int64_t last)
 {
     int64_t group = c->heads / c->kv_heads, n = c->num_queries, rows = group * n, all = c->kv_heads * rows;
     Memory m = {.rows = rows, .d = whole(c->d), .d_v = whole(c->d_v), .inside = c->k_head < c->k_slot};
-    int64_t pairs = KEYS * n, bytes = m.d * SIZE, keys = PIECE / bytes / TILE * TILE;
-    m.piece = m.inside || keys < TILE ? TILE : keys > KEYS / 2 ? KEYS / 2 : keys;
-    keys = (AHEAD / (bytes * (m.inside ? c->kv_heads : 1)) / m.piece + 1) * m.piece;
-    m.ahead = keys > KEYS / 2 ? KEYS / 2 : keys;
+    int64_t pairs = KEYS * n, total = c->batch * c->slots * c->kv_heads * (c->d + c->d_v) * SIZE;
+    m.piece = m.inside && SIZE == 4 && rows <= 2 && total > LARGE ? 1 : TILE; /* 1: in the order of memory */
+    int64_t bytes = m.d * SIZE * (m.inside ? c->kv_heads : 1);
+    m.ahead = (AHEAD / (bytes * m.piece) + 1) * m.piece;
+    m.ahead = m.ahead > KEYS / 2 ? KEYS / 2 : m.ahead;
     int64_t copied = m.d == c->d && m.d_v == c->d_v ? 0 : KEYS * c->kv_heads * (m.d + m.d_v) * SIZE;
-    int64_t floats = all * (m.d + m.d_v + KEYS + WIDTH + 1) + 2 * pairs, size = 4 * floats + 2 * (copied + pairs + n);
+    int64_t floats = all * (m.d + m.d_v + KEYS + WIDTH + 1) + 2 * pairs;
+    int64_t size = 4 * floats + 2 * (copied + pairs + n) + rows;
     char *memory = aligned_alloc(64, (size + 63) / 64 * 64);
     if (!memory)
         return 1;
@@ -277,6 +290,7 @@ int decode_tasks(const Call *c, int64_t first, int64_t last)
     float *gaps = m.top + all;
     char *copy = (char *)(gaps + 2 * pairs);
     uint8_t *seen = (uint8_t *)copy + 2 * copied, *sees = seen + 2 * pairs;
+    m.some = sees + 2 * n;
     Block blocks[2] = {{.seen = seen, .sees = sees, .gaps = gaps, .copy = copied ? copy : NULL},
                        {.seen = seen + pairs, .sees = sees + n, .gaps = gaps + pairs}};
     blocks[1].copy = copied ? copy + copied : NULL;

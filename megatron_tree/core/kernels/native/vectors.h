@@ -16,8 +16,10 @@
 #endif
 #ifdef __x86_64__
 #define HOLD(x) __asm__("" : "+v"(x)) /* in a register: else gcc reads it again for every product */
+#elif defined(__aarch64__)
+#define HOLD(x) __asm__("" : "+w"(x))
 #else
-#define HOLD(x)
+#define HOLD(x) (void)0
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
@@ -91,8 +93,10 @@ INLINE vf widen(const char *p)
 
 INLINE void prefetch(const char *p, int64_t bytes)
 {
-    for (int64_t i = 0; i < bytes; i += 64)
+    for (int64_t i = 0; i < bytes; i += 64) {
         __builtin_prefetch(p + i, 0, 2); /* to the second cache: the first one is in use */
+        __asm__ volatile("");            /* gcc drops loops that only fetch */
+    }
 }
 
 INLINE vf select_(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
