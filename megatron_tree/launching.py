@@ -18,12 +18,13 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import NoReturn
 
+from .core.arguments import RANK_0_FIRST_S, Parser
 from .core.errors import CommError, TreeError
 from .core.files import NotWritten, digest_of, read_yaml
 from .core.log import logger, say_once
 
-RANK_0_FIRST_S = 15.0  # seconds for which the other ranks let rank 0 print an error and exit
 LAST_WORDS_S = 60.0  # for which a rank that has failed lets the others come and hear of it
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 NOT_COMPARED = ("config", "api_keys")  # options: a file whose content counts, and secrets
 
 # Notices of other packages that a user of our commands can do nothing about; every rank prints them.
@@ -77,6 +78,17 @@ def explain_missing(program: str):
         raise SystemExit(1) from None
 
 
+def check_launched(program: str = "PROGRAM", or_else: str = "") -> None:
+    """Raise a ``ValueError`` unless a launcher started this process. or_else: another way to start it."""
+    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)} not set: start this program with a launcher, for instance\n"
+            f"  torchrun --nproc-per-node 4 {program}, or deepspeed --num_gpus 4 --no_local_rank {program}\n"
+            f"(on a machine without an accelerator with DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 in front){or_else}"
+        )
+
+
 def quiet() -> None:
     """Hide notices of other packages that mean nothing to a user. Call it before those packages are imported."""
     for message in WARNINGS:
@@ -85,9 +97,9 @@ def quiet() -> None:
         logging.getLogger(name).addFilter(lambda record, text=text: text not in record.getMessage())
 
 
-def new_parser(prog: str, description: str, epilog: str, *, config: bool = True) -> argparse.ArgumentParser:
+def new_parser(prog: str, description: str, epilog: str, *, config: bool = True) -> Parser:
     """The parser of a command. config: with --config, for `parse_with_config`."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=prog,
         description=description,
         epilog=epilog,
@@ -180,6 +192,10 @@ def run_script(
     try:
         run, expected = load()
         run(args)
+    except KeyboardInterrupt:  # every rank gets Ctrl-C, and its launcher tells of it at length
+        if rank == 0:
+            print(f"{name}: stopped by Ctrl-C", file=sys.stderr)
+        leave(130)
     except BaseException as error:
         if not isinstance(error, expected):
             exit_after_failure(rank, error)

@@ -1,28 +1,41 @@
-"""Arguments of public functions, checked by the functions' annotations. Imports torch at the first check only."""
+"""Arguments of public functions, checked by the functions' annotations, and of commands. Imports torch at the first
+check only."""
 
 from __future__ import annotations
 
+import argparse
 import collections.abc
 import contextlib
 import difflib
 import functools
 import inspect
 import numbers
+import os
+import re
 import reprlib
+import time
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
+RANK_0_FIRST_S = 15.0  # seconds for which the other ranks let rank 0 print an error and exit
 _ANYTHING = (inspect.Parameter.empty, Any, object)
 _KINDS = {bool: "True or False", int: "an integer", float: "a number", str: "a string", type(None): "None",
     collections.abc.Sequence: "a list or tuple", collections.abc.Callable: "a function", tuple: "a tuple",
     list: "a list", dict: "a dictionary", collections.abc.Mapping: "a dictionary"}  # fmt: skip
 
 
+_ELSEWHERE = {"attn_mask": "ranges", "scale": "softmax_scale", "sliding_window": "window_size"}
+"""Names of torch and Transformers for what has another one here."""
+_FORMS = {"window_size": "(left, right), for instance (255, 0)"}
+"""By the name of an argument: what a sequence holds."""
+
+
 class Arguments(NamedTuple):
     """What a function takes."""
 
+    function: str
     names: tuple[str, ...]
     """In their order."""
     required: frozenset[str]
@@ -38,13 +51,13 @@ class Arguments(NamedTuple):
         parameters = {name: x for name, x in signature.parameters.items() if x.kind is not x.VAR_KEYWORD}
         required = (name for name, x in parameters.items() if x.default is inspect.Parameter.empty)
         kinds = {name: _kinds(hints[name]) for name in parameters if hints.get(name, Any) not in _ANYTHING}
-        return cls(tuple(parameters), frozenset(required), kinds, signature)
+        return cls(fn.__name__, tuple(parameters), frozenset(required), kinds, signature)
 
     def bound(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments by name. Raises ``TypeError`` as a call does."""
         given = dict(zip(self.names, args)) | kwargs
         if len(given) != len(args) + len(kwargs) or not self.required <= given.keys() <= set(self.names):
-            with suggesting(kwargs, self.names):
+            with suggesting(kwargs, self.names, f"{self.function}(): "):
                 self.signature.bind(*args, **kwargs)
         return given
 
@@ -54,7 +67,9 @@ class Arguments(NamedTuple):
             if name in given and not _is_of(given[name], kinds):
                 words = [_KINDS.get(kind) or f"a {kind.__name__}" for kind in kinds]
                 *some, last = dict.fromkeys(words)
-                raise ValueError(f"{name}={shown(given[name])} must be {', '.join(some)}{' or ' if some else ''}{last}")
+                form = f": {_FORMS[name]}" if name in _FORMS else ""
+                wanted = f"{', '.join(some)}{' or ' if some else ''}{last}{form}"
+                raise ValueError(f"{name}={shown(given[name])} must be {wanted}")
 
 
 def checked(fn: Callable) -> Callable:
@@ -72,12 +87,12 @@ def checked(fn: Callable) -> Callable:
 
 
 @contextlib.contextmanager
-def suggesting(given: Iterable[str], names: Iterable[str]):
+def suggesting(given: Iterable[str], names: Iterable[str], where: str = ""):
     """A ``TypeError`` of a call ends with the name that was meant, if one of those given is unknown and like it."""
     try:
         yield
     except TypeError as error:
-        raise TypeError(f"{error}{suggestion(given, names)}") from error.__cause__
+        raise TypeError(f"{where}{error}{suggestion(given, names)}") from error.__cause__
 
 
 def suggestion(given: Iterable[str], names: Iterable[str]) -> str:
@@ -85,8 +100,21 @@ def suggestion(given: Iterable[str], names: Iterable[str]) -> str:
     it."""
     names = list(names)
     unknown = next((name for name in given if name not in names), None)
-    likely = difflib.get_close_matches(str(unknown), names, 1) if unknown is not None else []
+    likely = [_ELSEWHERE[unknown]] if _ELSEWHERE.get(unknown) in names else []
+    if not likely and unknown is not None:
+        likely = difflib.get_close_matches(str(unknown), names, 1)
     return f"; did you mean {likely[0]!r} instead of {unknown!r}?" if likely else ""
+
+
+class Parser(argparse.ArgumentParser):
+    """Of a command; of its ranks, which make the same mistakes, the first one tells of them."""
+
+    def error(self, message: str) -> NoReturn:
+        """With the option that was meant, if there is one like it."""
+        names = re.findall(r"(--[\w-]+)", message) if message.startswith("unrecognized arguments") else []
+        if int(os.environ.get("RANK", "0")) > 0:
+            time.sleep(RANK_0_FIRST_S)
+        super().error(f"{message}{suggestion(names, self._option_string_actions)}")
 
 
 def shown(value: object) -> str:

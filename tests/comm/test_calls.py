@@ -2,6 +2,9 @@
 
 import contextlib
 import gc
+import io
+import logging
+import re
 import time
 import weakref
 
@@ -11,6 +14,8 @@ import torch.distributed as dist
 
 from megatron_tree import CommError, TreeConfig, tree_attn_func, tree_attn_varlen_func, tree_decode
 from megatron_tree.core import comm
+from megatron_tree.core.comm.store import StoreClient
+from megatron_tree.core.log import logger
 from megatron_tree.core.plan import Shape, grids
 from support.plans import backward_words, forward_words
 from support.ranks import run_distributed
@@ -344,3 +349,27 @@ def _is_held(rank, world, agrees_first):
 
 def test_a_group_whose_calls_failed_can_be_freed():
     assert run_distributed(_destroyed_after_errors, 2) == [[False, False]] * 2
+
+
+def _alone(rank, world):
+    q, stream = torch.randn(1, 8, H, D), io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logger.addHandler(handler)
+    try:
+        for _ in range(2):
+            tree_attn_func(q, q, q, cp_group=None)
+    finally:
+        logger.removeHandler(handler)
+    return stream.getvalue()
+
+
+def test_no_group_in_a_job_of_several_ranks_is_said_once():
+    said, nothing = run_distributed(_alone, 2, fresh=True)
+    assert re.fullmatch("tree_attn_func: cp_group=None computes on this rank alone, in a job of 2 ranks: .*\n", said)
+    assert not nothing
+
+
+def test_a_group_that_was_destroyed_is_named():
+    assert dist.group.WORLD is None
+    with pytest.raises(CommError, match="no default process group any more: call before dist.destroy_process_group"):
+        StoreClient.here()

@@ -115,11 +115,11 @@ def test_the_examples_of_a_user():
         "cp_group=2 must be a process group of torch.distributed, a 1-D DeviceMesh, or None": dict(cp_group=2),
         "return_lse=1 must be True or False": dict(return_lse=1),
         "softcap='5' must be a number": dict(softcap="5"),
-        "window_size='ab' must be a list or tuple": dict(window_size="ab"),
+        "window_size='ab' must be a list or tuple: .left, right., for instance": dict(window_size="ab"),
     }.items():
         with pytest.raises(ValueError, match=changed):
             tree_attn_func(**call | message)
-    with pytest.raises(TypeError, match="missing a required argument: 'v'"):
+    with pytest.raises(TypeError, match=r"tree_attn_func\(\): missing a required argument: 'v'"):
         tree_attn_func(q=Q, k=K, cp_group=None)
     with pytest.raises(TypeError, match="unexpected keyword argument 'casual'"):
         tree_attn_func(**call, casual=True)
@@ -127,6 +127,7 @@ def test_the_examples_of_a_user():
         (tree_attn_func, "casual", "causal"),
         (tree_attn_varlen_func, "cu_seqlens_q", "cu_seqlens"),
         (TreeConfig, "gird", "grid"),
+        (tree_attn_func, "attn_mask", "ranges"),
     ):
         with pytest.raises(TypeError, match=f"; did you mean '{meant}' instead of '{word}'"):
             fn(**{word: 1})

@@ -109,6 +109,7 @@ def _run(rank, world, folder):
             ended[heading] = _weights(names["model"])
         if heading in TRAINERS:
             assert names["trainer"].state.global_step == names["args"].max_steps
+        names = None  # while all ranks are in the group that these objects hold
     moved_by = (_weights(plain) - begun).norm()
     errors = {heading: float((ended[heading] - _weights(plain)).norm() / moved_by) for heading in LOOPS}
     errors["a loss"] = _error_of_a_loss(blocks["Losses of your own"])

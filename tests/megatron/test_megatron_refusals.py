@@ -5,10 +5,12 @@ import types
 
 import pytest
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_tree import TreeConfig
+from megatron_tree.integrations import megatron as tree
 from megatron_tree.integrations.megatron import TreeDotProductAttention
 from megatron_tree.integrations.megatron.documents import check_cut
 from megatron_tree.integrations.megatron.recurrent import ShardedMixer
@@ -24,6 +26,24 @@ padding = AttnMaskType.padding
 def test_unknown_cp_comm_type_says_what_there_is():
     with pytest.raises(ValueError, match="'p2p\\+a2a' is not supported.*'tree', 'p2p', 'all_gather'.*'a2a\\+tree'"):
         core_attention(cp_comm_type="p2p+a2a")
+
+
+@pytest.mark.parametrize(
+    ("kind", "cp", "message"),
+    [
+        ("tree", 1, "context_parallel_size=1 in the .* group of 2 ranks: set context_parallel_size=2, or leave"),
+        (["p2p", "a2a+tree"], 1, "context_parallel_size=1 in the TransformerConfig"),
+        ("treee", 2, "cp_comm_type='treee' is none of 'tree', .*; did you mean 'tree' instead of 'treee'"),
+    ],
+)
+def test_models_whose_ranks_would_attend_alone(kind, cp, message):
+    groups = types.SimpleNamespace(tp=Group(1), cp=Group(2))
+    tree.install()
+    try:
+        with pytest.raises(ValueError, match=message):
+            GPTModel(config(context_parallel_size=cp, cp_comm_type=kind), None, 8, 8, pg_collection=groups)
+    finally:
+        tree.uninstall()
 
 
 @pytest.mark.parametrize(

@@ -163,8 +163,8 @@ def test_a_failure_on_one_rank_names_the_rank(folder, monkeypatch, capsys):
 
     monkeypatch.setattr(generate, "run", failing)
     monkeypatch.setattr(launching, "leave", leave)
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in launching.LAUNCHER_VARIABLES:
+        monkeypatch.setenv(name, "2" if name == "WORLD_SIZE" else "1")
     monkeypatch.setattr(launching, "RANK_0_FIRST_S", 0.0)
     with pytest.raises(SystemExit, match="1"):
         command.generate([str(part) for part in _about(folder)])

@@ -74,6 +74,12 @@ def test_unsupported_fields(server):
             assert ChatRequest.model_validate(CHAT | {name: value}), name
 
 
+def test_an_unknown_field_names_the_one_that_was_meant(server):
+    status, _, error = post(server, "/v1/completions", COMPLETION | {"max_token": 5})
+    assert status == 400 and error["param"] == "max_token"
+    assert error["message"].startswith("max_token: unknown field: leave it out; did you mean 'max_tokens' instead")
+
+
 def test_other_models_paths_and_methods(server):
     status, _, error = post(server, "/v1/completions", COMPLETION | {"model": "gpt-4o"})
     assert (status, error["param"], error["code"]) == (404, "model", "model_not_found")

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_tree import launching
 from megatron_tree.core import log as package_log
 from megatron_tree.core.comm import Ranks
 from megatron_tree.core.log import logger
@@ -35,6 +36,18 @@ def test_log_lines_wait_for_the_end_of_an_answer(log):
         log.write("the answer\n")
     logger.info("afterwards")
     assert log.getvalue() == "a rank is gone\nthe answer\na schedule\nafterwards\n"
+
+
+def test_ctrl_c_is_told_once(monkeypatch, capsys):
+    def load():
+        raise KeyboardInterrupt
+
+    ends, parser = [], lambda: launching.new_parser("x", "", "")
+    monkeypatch.setattr(launching, "leave", ends.append)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        launching.run_script("megatron-tree x", [], parser, lambda *_: None, load, choices=False)
+    assert ends == [130, 130] and capsys.readouterr().err == "megatron-tree x: stopped by Ctrl-C\n"
 
 
 def _together(rank, world, options, errors):

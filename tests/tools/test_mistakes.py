@@ -4,7 +4,9 @@ import importlib
 import json
 import os
 import re
+import socket
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -43,8 +45,10 @@ TABLE = [
     ("", "plan --topology ethernet --memory-budget x", "--memory-budget: 'x'"),
     ("", "plan --topology ethernet --dtype int4", r"--dtype: invalid choice: 'int4' \(choose from"),
     ("", "plan", "required: --topology"),
+    ("", "plan --topology ethernet --seqlen 1k", "unrecognized arguments: --seqlen 1k; did you mean '--seq-len' ins"),
     ("", "doctor --heads 3 --kv-heads 2", "--kv-heads 2 must divide --heads 3"),
     ("", "doctor --cp zero", "--cp: 'zero' must be a positive integer"),
+    ("", "doctor --cp 64 --heads 32 --cp-comm-type a2a", "--cp 64 ranks can't share 32 query heads .*: use tree, or"),
     ("", "doctor --for jax", "--for: invalid choice: 'jax'"),
     ("", "doctor --tokens 1k", "--tokens 1024 needs --compare MODEL"),
     ("nope.yaml", "doctor", "MEGATRON_TREE_CONFIG='nope.yaml': nope.yaml can't be read as YAML: No such file"),
@@ -116,6 +120,7 @@ TABLE = [
     ("", "train --data-path nope", "--data-path 'nope' is not a folder of text files: name one"),
     ("", "train --data-path texts/empty", "--data-path 'texts/empty' holds no files: name a folder of text files"),
     ("", "train --output-dir empty.txt/a", "--output-dir 'empty.txt/a' can't be created: .*empty.txt is no folder; "),
+    ("", "train --output-dir /proc/x", "--output-dir '/proc/x' can't be created: /proc can't be written to"),
     ("", "train --save empty.txt", "--save 'empty.txt' can't be created: .*empty.txt is no folder; name another"),
     ("", "train --save-interval 5", "--save-interval 5 has no effect without --save"),
     ("", "train --load texts", "--load 'texts' has no model.yaml: name a folder that --save or "),
@@ -162,6 +167,34 @@ def test_one_sentence(config, words, sentence, here, monkeypatch, capsys):
     assert text.count("\n") == 1 and re.search(sentence, text.strip()), err
     assert "Traceback" not in err and "<unicode string>" not in err and not out
     assert sorted(here.rglob("*")) == before  # nothing is half-written
+
+
+@pytest.mark.parametrize(
+    ("words", "way"),
+    [("generate", "-m megatron_tree generate"), ("chat", "-m megatron_tree chat"), ("serve", "its ranks: --ranks 4")],
+)
+def test_without_a_launcher_it_says_how_to_start(words, way, here, monkeypatch, capsys):
+    monkeypatch.delenv("RANK")
+    assert run(words) == 2
+    err = capsys.readouterr().err
+    assert "RANK not set: start this program with a launcher" in err and way in err and "Traceback" not in err
+
+
+def test_a_port_in_use_is_one_sentence(here, monkeypatch, capsys):
+    monkeypatch.delenv("RANK")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert run(f"serve --ranks 2 --port {(port := taken.getsockname()[1])}") == 1
+    err = capsys.readouterr().err
+    assert f"--port {port}: [Errno 98] Address already in use; port 0 takes a free one" in err
+    assert err.count("\n") == 1 and "Traceback" not in err
+
+
+def test_of_several_ranks_the_first_one_tells_of_a_mistake(here, monkeypatch, capsys):
+    waited = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    for rank, times in (("0", 0), ("1", 1)):
+        monkeypatch.setenv("RANK", rank)
+        assert run("generate --promt a") == 2 and len(waited) == times  # the launcher ends those that wait
 
 
 @pytest.fixture(scope="module")

@@ -120,8 +120,12 @@ def sharding_of(x: Tensor, name: str, ranks: comm.Ranks, layout: Layout) -> Shar
 def shard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag", *, padding: float = 0) -> Tensor:
     """This rank's shard of x, which holds the whole sequence along `dim`. Differentiable; no communication.
 
-    padding: fill value for the padding rows of dispatched documents, for instance labels of -100.
-    Raises ``ValueError`` if the length can't be sharded in this layout (zigzag: a multiple of twice the ranks).
+    Args:
+        x: equal on all ranks of cp_group.
+        layout: which positions a rank gets, see `tree_attn_func`. A shard does not know its layout: pass the same
+            one to every call over these shards, and to `unshard_sequence`.
+        padding: fill value for the padding rows of dispatched documents, for instance labels of -100.
+    Raises: ValueError if the length can't be sharded in this layout (zigzag: a multiple of twice the ranks).
     """
     cp_group = comm.process_group(cp_group)
     world, rank = comm.group_size(cp_group), comm.group_rank(cp_group)
@@ -144,7 +148,8 @@ def shard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag", *, 
 
 @comm.public_call
 def unshard_sequence(x: Tensor, cp_group, dim: int, layout: Layout = "zigzag", seq_len: int | None = None) -> Tensor:
-    """The whole sequence, on every rank, from the shards of `shard_sequence`. One all-gather; no gradients.
+    """The whole sequence, on every rank, from the shards of `shard_sequence` in this layout. One all-gather; no
+    gradients.
 
     seq_len: length of the whole sequence; default: that of the shards together.
     """

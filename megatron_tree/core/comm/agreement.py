@@ -247,7 +247,8 @@ def _difference(first: int, theirs: dict[str, str], rank: int, mine: dict[str, s
         pairs = {name: (values.get(name, "nothing"), others.get(name, "nothing")) for name in names}
         texts = [f"{name}={_excerpt(*pair)}" for name, pair in pairs.items()]
         shown.append(f"rank {r} has {texts[0] if 'function' in names else ', '.join(texts)}")
-    return f"ranks of cp_group call this with different arguments: {'; '.join(shown)}"
+    way = " (shards of different lengths take layout=(n_0, n_1, ...), the length on each rank)" * ("seq_len" in names)
+    return f"ranks of cp_group call this with different arguments: {'; '.join(shown)}{way}"
 
 
 def _excerpt(value: str, other: str) -> str:

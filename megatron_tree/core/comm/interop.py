@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..arguments import Arguments, shown
 from ..config import default_config
+from ..log import warn_once
 from .agreement import check_transforms, in_step, shared_checks
 
 _REASON = "ranks run it together, between two graphs of torch.compile: leave out fullgraph=True"
@@ -90,6 +91,8 @@ def public_call(fn: Callable) -> Callable:
         arguments = arguments or Arguments.of(fn)
         given = arguments.bound(args, kwargs)
         group = given["cp_group"] = process_group(given["cp_group"])
+        if group is None:
+            _say_alone(fn.__name__, sys._getframe(2))
         with shared_checks(fn.__name__, group):
             arguments.check(given)
             check_local(**given)
@@ -98,6 +101,17 @@ def public_call(fn: Callable) -> Callable:
         return fn(**given)
 
     return outside_graphs(call)
+
+
+def _say_alone(name: str, caller) -> None:
+    """On rank 0, warn a program of several ranks that calls without a group, which in torch means all of them. Our own
+    modules know what they do. caller: the frame of the call."""
+    is_first_of_several = dist.is_initialized() and dist.get_rank() == 0 < dist.get_world_size() - 1
+    if is_first_of_several and not caller.f_globals.get("__name__", "").startswith("megatron_tree."):
+        warn_once(
+            f"{name}: cp_group=None computes on this rank alone, in a job of {dist.get_world_size()} ranks: pass "
+            "dist.group.WORLD, or a group of your own, if ranks share the sequence"
+        )
 
 
 def derivative(rule: Callable) -> Callable:

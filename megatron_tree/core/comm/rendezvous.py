@@ -21,18 +21,6 @@ from .team import options_of_group
 
 BACKLOG = 2048  # every rank connects, and some do so more than once
 NOTICE_S = 10.0  # of waiting for ranks to start, after which the log names them
-LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def check_launched() -> None:
-    """Raise a ``ValueError`` unless a launcher started this process."""
-    missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
-    if missing:
-        raise ValueError(
-            f"{', '.join(missing)} not set: start this program with a launcher, for instance\n"
-            "  torchrun --nproc-per-node 4 PROGRAM, or deepspeed --num_gpus 4 --no_local_rank PROGRAM\n"
-            "(on a machine without an accelerator with DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 in front)"
-        )
 
 
 def start_on_own_device(timeout_s: float) -> torch.device:

@@ -57,7 +57,9 @@ class StoreClient:
 
     @classmethod
     def here(cls) -> StoreClient:
-        """The client of the current default group, made at its first use."""
+        """The client of the current default group, made at its first use. Raises: `CommError` if there is none."""
+        if dist.group.WORLD is None:
+            raise CommError("there is no default process group any more: call before dist.destroy_process_group()")
         state = GroupState.of(dist.group.WORLD)
         if state.store is None:
             state.store = cls(dist.group.WORLD)

@@ -64,7 +64,8 @@ def shard_lengths(seq_len: int, world: int, layout: Layout = "zigzag") -> tuple[
             pad = -seq_len % (2 * world)
             raise ValueError(
                 f"a sequence of {seq_len} tokens can't be sharded zigzag over {world} ranks: it must be a multiple of "
-                f"2 * {world} = {2 * world}. Pad it by {pad} tokens, or use layout='contiguous'"
+                f"2 * {world} = {2 * world}. Pad it by {pad} tokens, or pass layout='contiguous' here and in every "
+                "call over these shards"
             )
         return (seq_len // world,) * world
     base, extra = divmod(seq_len, world)

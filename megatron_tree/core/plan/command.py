@@ -8,6 +8,7 @@ import json
 import sys
 from math import sqrt
 
+from ..arguments import Parser
 from ..layout import Sharding, shard_lengths, spread_documents
 from ..spec import MaskBounds
 from ..units import format_bytes, format_seconds, parse_bytes, parse_count
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="megatron-tree plan",
         description=__doc__,
         epilog=EXAMPLES,

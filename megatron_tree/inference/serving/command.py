@@ -5,7 +5,7 @@ Options are checked before the slow imports, and before any rank communicates.
 
 from __future__ import annotations
 
-from ...launching import run_script
+from ...launching import check_launched, run_script
 
 
 def generate(argv: list[str]) -> int:
@@ -18,7 +18,11 @@ def generate(argv: list[str]) -> int:
 
         return run, (BatchError, CheckError, StartError)
 
-    return run_script("megatron-tree generate", argv, build_parser, check_arguments, load)
+    def check(args, world_size):
+        check_arguments(args, world_size)
+        check_launched("-m megatron_tree generate")
+
+    return run_script("megatron-tree generate", argv, build_parser, check, load)
 
 
 def chat(argv: list[str]) -> int:
@@ -31,7 +35,11 @@ def chat(argv: list[str]) -> int:
 
         return run, (NoInput, StartError)
 
-    return run_script("megatron-tree chat", argv, build_chat_parser, check_chat_arguments, load, choices=False)
+    def check(args, world_size):
+        check_chat_arguments(args, world_size)
+        check_launched("-m megatron_tree chat")
+
+    return run_script("megatron-tree chat", argv, build_chat_parser, check, load, choices=False)
 
 
 def serve(argv: list[str]) -> int:
@@ -45,4 +53,9 @@ def serve(argv: list[str]) -> int:
 
         return lambda args: run_apart(args, argv) if args.starts_ranks else run(args), (RanksError, StartError)
 
-    return run_script("megatron-tree serve", argv, build_parser, check_arguments, load)
+    def check(args, world_size):
+        check_arguments(args, world_size)
+        if not args.starts_ranks:
+            check_launched("-m megatron_tree serve", ", or let the command start its ranks: --ranks 4")
+
+    return run_script("megatron-tree serve", argv, build_parser, check, load)

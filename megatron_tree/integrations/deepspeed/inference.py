@@ -23,9 +23,10 @@ import deepspeed
 
 from ...core.arguments import checked
 from ...core.comm import group_rank, group_size
-from ...core.comm.rendezvous import LAUNCHER_VARIABLES, check_launched, start_default_group
+from ...core.comm.rendezvous import start_default_group
 from ...core.config import TreeConfig, default_config
 from ...core.files import read_deepspeed_config
+from ...launching import LAUNCHER_VARIABLES, check_launched
 from ..transformers.attention import TreeCache, check_model
 from ..transformers.families.images import set_text_attention
 from ..transformers.families.rope import num_positions

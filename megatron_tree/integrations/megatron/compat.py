@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...core import comm
-from ...core.config import TREE_CP_COMM_TYPES
+from ...core.arguments import suggestion
+from ...core.config import CP_COMM_TYPES, TREE_CP_COMM_TYPES
 from ...core.log import say_once
 
 MINIMUM_VERSION = (0, 16)
@@ -147,6 +148,28 @@ def token_group(model: Any) -> Any:
     group = getattr(getattr(model, "pg_collection", None), "tp_cp", None)
     state = importlib.import_module("megatron.core.parallel_state")
     return state.get_tensor_and_context_parallel_group() if group is None else group
+
+
+def check_context_parallel(config: Any, pg_collection: Any) -> None:
+    """Raise a ValueError for a model whose layers no `cp_comm_type` would reach: of a name that nobody knows, or with a
+    tree in a configuration for one rank, so that each rank of the group would attend to its own shard alone."""
+    kinds = config.cp_comm_type if isinstance(config.cp_comm_type, list) else [config.cp_comm_type]
+    known = (*CP_COMM_TYPES, "allgather", None)  # the latter of newer releases
+    for kind in kinds:
+        if kind not in known:
+            choices = ", ".join(map(repr, CP_COMM_TYPES))
+            raise ValueError(f"cp_comm_type={kind!r} is none of {choices}{suggestion([kind], CP_COMM_TYPES)}")
+    group = getattr(pg_collection, "cp", None)
+    if group is None:
+        state = importlib.import_module("megatron.core.parallel_state")
+        group = state.get_context_parallel_group(check_initialized=False)
+    size = 1 if group is None else group.size()
+    if config.context_parallel_size == 1 < size and any(kind in TREE_CP_COMM_TYPES for kind in kinds):
+        raise ValueError(
+            f"context_parallel_size=1 in the TransformerConfig, with cp_comm_type={config.cp_comm_type!r} and a "
+            f"context-parallel group of {size} ranks: set context_parallel_size={size}, or leave cp_comm_type out if "
+            "every rank has whole sequences"
+        )
 
 
 def hierarchical_sizes(config: Any, cp_group: Any) -> tuple[int, int]:

@@ -251,7 +251,7 @@ def install(*, tree_config: TreeConfig | None = None) -> None:
         _wrap(mamba, _with_mixers_for_tree)
         _wrap(layer, _with_mixers_and_fixed_list if misread else _with_mixers_for_tree)
         for cls in models:
-            _wrap(cls, _with_watched_batches)
+            _wrap(cls, _of_checked_model)
         _replace(config, "__post_init__", compat.checked_without_exchange(config.__post_init__))
     _installed_config = tree_config
 
@@ -299,8 +299,10 @@ def _with_tree_submodules(original, signature):
     return init
 
 
-def _with_watched_batches(original, signature):
+def _of_checked_model(original, signature):
     def init(self, *args, **kwargs):
+        given = signature.bind(self, *args, **kwargs).arguments
+        compat.check_context_parallel(given["config"], given.get("pg_collection"))
         original(self, *args, **kwargs)
         if compat.cuts_packed_rows_as_a_whole():
             watch_batches(self)

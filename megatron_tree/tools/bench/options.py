@@ -7,6 +7,7 @@ import ast
 import pathlib
 import re
 
+from ...core.arguments import Parser
 from ...core.config import DECODE_SCHEDULES
 from ...core.units import parse_bits_per_second, parse_count, parse_nodes_by_ranks, parse_seconds
 
@@ -212,7 +213,7 @@ OPTIONS |= dict(step=_step, train=_train)
 
 def build_parser() -> argparse.ArgumentParser:
     """`megatron-tree bench`: the docstring of a benchmark's file is what its help says."""
-    parser = argparse.ArgumentParser(prog="megatron-tree bench", description="Benchmarks, which check results first.")
+    parser = Parser(prog="megatron-tree bench", description="Benchmarks, which check results first.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in COMMANDS.items():
         source = pathlib.Path(__file__).with_name(f"{name}.py").read_text()

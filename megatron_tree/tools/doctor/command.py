@@ -42,6 +42,11 @@ def main(argv: list[str]) -> int:
             if (value := getattr(args, name)) is not None:
                 raise ValueError(f"--{name} {value} needs --compare MODEL")
         check_heads(args.heads, args.kv_heads, args.tp)
+        if args.cp_comm_type == "a2a" and args.cp * args.tp > args.heads:
+            raise ValueError(
+                f"--cp-comm-type a2a: --cp {args.cp} ranks can't share {args.heads // args.tp} query heads (--heads "
+                f"{args.heads} over --tp {args.tp}): use tree, or at most {args.heads // args.tp} ranks"
+            )
         sections = [findings.packages(args.purpose), findings.devices(), findings.network(args.cp * args.tp)]
         if args.purpose == "megatron":
             sections.append(findings.megatron(args.cp, args.cp_comm_type))

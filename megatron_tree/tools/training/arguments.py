@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import tempfile
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ...core.config import CP_COMM_TYPES
-from ...core.files import read_yaml, whole_file
+from ...core.files import read_yaml, reason, whole_file
 from ...launching import as_typed, new_parser, parse_with_config
 from .data import VOCAB_SIZE, open_tokenizer, text_files, vocab_size
 
@@ -190,7 +191,11 @@ def _uncreatable(folder: Path) -> str | None:
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not there.is_dir():
         return f"{there} is no folder"
-    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} can't be written to"
+    try:  # permissions don't tell of all file systems
+        with tempfile.TemporaryDirectory(dir=there):
+            return None
+    except OSError as error:
+        return f"{there} can't be written to ({reason(error)})"
 
 
 def complete(args: argparse.Namespace) -> argparse.Namespace:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...launching import run_script
+from ...launching import check_launched, run_script
 
 
 def train(argv: list[str]) -> int:
@@ -10,9 +10,7 @@ def train(argv: list[str]) -> int:
     from .arguments import build_parser, check_arguments, complete
 
     def check(args, world_size):
-        from ...core.comm.rendezvous import check_launched
-
-        check_launched()
+        check_launched("-m megatron_tree train")
         check_arguments(complete(args), world_size)
 
     def load():

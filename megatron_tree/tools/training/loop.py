@@ -31,7 +31,8 @@ from .model import Trainee, build_trainee, start_model_parallel
 from .report import Reporter
 
 FINAL_STEPS = 10  # whose mean is the final loss
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # schedulers send either; Slurm: --signal=USR1@120
+# Ctrl-C, and what schedulers send; Slurm: --signal=USR1@120
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class RunOutcome(NamedTuple):
@@ -52,7 +53,7 @@ class LossTooHigh(Exception):
 
 @contextlib.contextmanager
 def recorded_signals() -> Iterator[list[int]]:
-    """In this context SIGTERM and SIGUSR1 are only recorded, in the list; all ranks stop after the same step."""
+    """In this context `STOP_SIGNALS` are only recorded, in the list; all ranks stop after the same step."""
     received: list[int] = []
     former = {number: signal.signal(number, lambda number, _: received.append(number)) for number in STOP_SIGNALS}
     try:

@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
+from ....core.arguments import suggestion
 from ....core.log import logger
 from ...generation.sampling import first_fault
 from .answers import ChatForm, CompletionForm, Form, respond
@@ -58,7 +59,7 @@ def _checked(model: type[Body], data: bytes) -> Body:
     try:
         return model.model_validate(json.loads(data))
     except ValidationError as error:
-        raise _invalid(error.errors(include_url=False, include_input=False)) from None
+        raise _invalid(error.errors(include_url=False, include_input=False), model) from None
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
 
@@ -67,7 +68,7 @@ def _no_object() -> ApiError:
     return ApiError(400, "the body must be a JSON object, sent with the header 'Content-Type: application/json'")
 
 
-def _invalid(errors: list[dict[str, Any]]) -> ApiError:
+def _invalid(errors: list[dict[str, Any]], model: type[Body]) -> ApiError:
     """400 that names the first bad field and what is wrong with it; alternatives of a union are reported together."""
     first = errors[0]
     if not first["loc"]:
@@ -75,7 +76,8 @@ def _invalid(errors: list[dict[str, Any]]) -> ApiError:
         return ApiError(400, f"the body {first['msg'].removeprefix('Value error, ')}") if too_many else _no_object()
     where = list(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
-        return ApiError(400, f"{'.'.join(where)}: unknown field: leave it out", param=where[0],
+        meant = suggestion(where, model.model_fields) if len(where) == 1 else ""
+        return ApiError(400, f"{'.'.join(where)}: unknown field: leave it out{meant}", param=where[0],
                         code="unknown_parameter")  # fmt: skip
     if first["type"] == "missing" and len(where) == 1:
         return ApiError(400, f"{where[0]}: is missing", param=where[0], code="missing_required_parameter")

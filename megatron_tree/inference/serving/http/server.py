@@ -78,7 +78,7 @@ class StopSignals:
 def bind(host: str, port: int) -> socket.socket:
     """A TCP socket that is bound to this address and does not listen yet. Port 0: any free port.
 
-    Raises: ValueError if the address is not available.
+    Raises: `StartError` if the address is not available.
     """
     listener = None
     try:
@@ -90,7 +90,7 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         if listener is not None:
             listener.close()
-        raise ValueError(f"--host {host} --port {port}: {error}; port 0 takes a free one") from error
+        raise StartError(f"--host {host} --port {port}: {error}; port 0 takes a free one") from error
     return listener
 
 
@@ -203,7 +203,7 @@ def run_apart(args: Namespace, argv: list[str]) -> None:
     """Serve from this process, which runs no model: it starts the ranks with the same options argv, and starts them
     again when one is lost, at most args.restarts times in an hour.
 
-    Raises: ``ValueError`` if the address is not available. `RanksError` when the ranks have ended for good.
+    Raises: `StartError` if the address is not available. `RanksError` when the ranks have ended for good.
     """
     listener = bind(args.host, args.port)
     command = [sys.executable, "-m", "megatron_tree", "serve", *argv]
