@@ -166,8 +166,9 @@ def run_script(
     load() does the slow imports, after the options have been checked. It returns `run(args)`, and the errors that `run`
     raises on every rank: of these only rank 0 prints the text. choices: log which backend and schedule are chosen.
     """
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank = 0
     try:
+        rank, world = _number_of("RANK", 0), _number_of("WORLD_SIZE", 1)
         args = parse_with_config(build_parser(), argv)
         check_arguments(args, world)
     except ValueError as error:  # raised on every rank, before any communication
@@ -186,6 +187,14 @@ def run_script(
         _print_on_rank_0(name, error, rank)
         return 1
     return 0
+
+
+def _number_of(variable: str, unset: int) -> int:
+    """A launcher's variable. Raises: ValueError for one that is no number."""
+    text = os.environ.get(variable, str(unset))
+    if not text.isdecimal():
+        raise ValueError(f"{variable}={text!r} is not a number: let the launcher (torchrun, deepspeed) set it")
+    return int(text)
 
 
 @contextlib.contextmanager

@@ -65,6 +65,14 @@ def _fault(error: BaseException, path: Path, others: tuple[type[BaseException], 
     return f"{type(error).__name__}: {text.strip().splitlines()[-1]}"
 
 
+def why_uncreatable(folder: Path) -> str | None:
+    """Why a folder of an absolute path can't be made or written to; None if it can."""
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not there.is_dir():
+        return f"{there} is no folder"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"{there} can't be written to"
+
+
 @contextlib.contextmanager
 def whole_file(path: Path):
     """A temporary path to write to; it is renamed to `path` if the block succeeds, and deleted if it raises.

@@ -40,6 +40,7 @@ TABLE = [
     ("", "plan --topology ethernet --tp 3 --heads 4", "--tp 3 must divide --heads 4"),
     ("", "plan --topology ethernet --seq-len many", "--seq-len: 'many' must be a positive integer, for instance"),
     ("", "plan --topology ethernet --documents 5", "--documents: '5' is not COUNTxTOKENS,..., for instance"),
+    ("", "plan --topology ethernet --documents 3x", "--documents: '3x' is not COUNTxTOKENS,..., for instance"),
     ("", "plan --topology ethernet --memory-budget x", "--memory-budget: 'x'"),
     ("", "plan --topology ethernet --dtype int4", r"--dtype: invalid choice: 'int4' \(choose from"),
     ("", "plan", "required: --topology"),
@@ -104,6 +105,7 @@ TABLE = [
     ("", "bench serve --prompt-tokens 9 2", "--prompt-tokens 9 2: give the least and the most"),
     ("", "bench serve --model nope", "model 'nope' is neither 'smollm2' nor a folder with a config.json"),
     ("", "bench step --ranks 2 --profile", "--profile needs one contender: name it with --schedules"),
+    ("", "bench decode --ranks 2 --out empty.txt/a", "--out empty.txt/a can't be created: .*empty.txt is no folder; "),
     ("", "bench kernels --device cuda", "--device cuda: torch sees no GPU here; use --device cpu"),
     ("", "bench kernels --only correct deocde", "--only: invalid choice: 'deocde'"),
     ("", "convert", r"required: \{to-megatron,to-huggingface\}"),
@@ -158,6 +160,22 @@ def test_one_sentence(config, words, sentence, here, monkeypatch, capsys):
     assert text.count("\n") == 1 and re.search(sentence, text.strip()), err
     assert "Traceback" not in err and "<unicode string>" not in err and not out
     assert sorted(here.rglob("*")) == before  # nothing is half-written
+
+
+@pytest.mark.parametrize("words", ["train", "generate", "chat", "serve", "calibrate --out a.yaml"])
+def test_a_launcher_is_needed(words, here, monkeypatch, capsys):
+    for name in LAUNCHED:
+        monkeypatch.delenv(name)
+    assert run(words) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and re.search(r"MASTER_ADDR.* not set: start .* with a launcher", err), err
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+def test_a_launchers_variable_that_is_no_number(name, here, monkeypatch, capsys):
+    monkeypatch.setenv(name, "two")
+    assert run("generate") == 2
+    assert capsys.readouterr().err.startswith(f"megatron-tree generate: {name}='two' is not a number: let the ")
 
 
 @pytest.fixture(scope="module")

@@ -29,9 +29,8 @@ def check_launched() -> None:
     missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
     if missing:
         raise ValueError(
-            f"{', '.join(missing)} not set: start this program with a launcher, for instance\n"
-            "  torchrun --nproc-per-node 4 PROGRAM, or deepspeed --num_gpus 4 --no_local_rank PROGRAM\n"
-            "(on a machine without an accelerator with DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 in front)"
+            f"{', '.join(missing)} not set: start this program with a launcher, for instance "
+            "torchrun --nproc-per-node 4 PROGRAM, or deepspeed --num_gpus 4 --no_local_rank PROGRAM"
         )
 
 

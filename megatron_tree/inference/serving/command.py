@@ -5,6 +5,9 @@ Options are checked before the slow imports, and before any rank communicates.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from ...launching import run_script
 
 
@@ -18,7 +21,7 @@ def generate(argv: list[str]) -> int:
 
         return run, (BatchError, CheckError, StartError)
 
-    return run_script("megatron-tree generate", argv, build_parser, check_arguments, load)
+    return run_script("megatron-tree generate", argv, build_parser, partial(_check, check_arguments), load)
 
 
 def chat(argv: list[str]) -> int:
@@ -31,7 +34,8 @@ def chat(argv: list[str]) -> int:
 
         return run, (NoInput, StartError)
 
-    return run_script("megatron-tree chat", argv, build_chat_parser, check_chat_arguments, load, choices=False)
+    check = partial(_check, check_chat_arguments)
+    return run_script("megatron-tree chat", argv, build_chat_parser, check, load, choices=False)
 
 
 def serve(argv: list[str]) -> int:
@@ -45,4 +49,13 @@ def serve(argv: list[str]) -> int:
 
         return lambda args: run_apart(args, argv) if args.starts_ranks else run(args), (RanksError, StartError)
 
-    return run_script("megatron-tree serve", argv, build_parser, check_arguments, load)
+    return run_script("megatron-tree serve", argv, build_parser, partial(_check, check_arguments), load)
+
+
+def _check(check: Callable, args, world: int) -> None:
+    """Check the options, then that a launcher has started this process, unless it is one."""
+    check(args, world)
+    if not getattr(args, "starts_ranks", False):
+        from ...core.comm.rendezvous import check_launched
+
+        check_launched()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ...core import comm
 from ...core.cache.graph import check_cuda_graphs
-from ...core.comm.rendezvous import check_launched, start_on_own_device
+from ...core.comm.rendezvous import start_on_own_device
 from ...core.config import default_config
 from ...integrations.transformers import models
 from ...integrations.transformers.architectures import check_cached
@@ -95,7 +95,6 @@ def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Worker:
 
 def _start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Worker:
     tree_config = replace(default_config(), timeout_s=60 * args.distributed_timeout_minutes)
-    check_launched()
     device = start_on_own_device(tree_config.timeout_s)
     rank, world = dist.get_rank(), dist.get_world_size()
     group = dist.new_group(backend="gloo", timeout=timedelta(hours=WAIT_HOURS))
