@@ -171,7 +171,7 @@ def test_a_launcher_is_needed(words, here, monkeypatch, capsys):
     assert err.count("\n") == 1 and re.search(r"MASTER_ADDR.* not set: start .* with a launcher", err), err
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"])
 def test_a_launchers_variable_that_is_no_number(name, here, monkeypatch, capsys):
     monkeypatch.setenv(name, "two")
     assert run("generate") == 2

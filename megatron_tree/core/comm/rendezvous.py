@@ -25,13 +25,16 @@ LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER
 
 
 def check_launched() -> None:
-    """Raise a ``ValueError`` unless a launcher started this process."""
+    """Raise a ``ValueError`` unless a launcher started this process, and where its variables are no numbers."""
     missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
     if missing:
         raise ValueError(
             f"{', '.join(missing)} not set: start this program with a launcher, for instance "
             "torchrun --nproc-per-node 4 PROGRAM, or deepspeed --num_gpus 4 --no_local_rank PROGRAM"
         )
+    for name in LAUNCHER_VARIABLES:
+        if name != "MASTER_ADDR" and not os.environ[name].isdecimal():
+            raise ValueError(f"{name}={os.environ[name]!r} is not a number: let the launcher set it")
 
 
 def start_on_own_device(timeout_s: float) -> torch.device:
