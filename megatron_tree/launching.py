@@ -79,14 +79,17 @@ def explain_missing(program: str):
 
 
 def check_launched(program: str = "PROGRAM", or_else: str = "") -> None:
-    """Raise a ``ValueError`` unless a launcher started this process. or_else: another way to start it."""
+    """Raise a ``ValueError`` unless a launcher started this process, and where its variables are no numbers. or_else:
+    another way to start it."""
     missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
     if missing:
         raise ValueError(
-            f"{', '.join(missing)} not set: start this program with a launcher, for instance\n"
-            f"  torchrun --nproc-per-node 4 {program}, or deepspeed --num_gpus 4 --no_local_rank {program}\n"
-            f"(on a machine without an accelerator with DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 in front){or_else}"
+            f"{', '.join(missing)} not set: start this program with a launcher, for instance "
+            f"torchrun --nproc-per-node 4 {program}, or deepspeed --num_gpus 4 --no_local_rank {program}{or_else}"
         )
+    for name in LAUNCHER_VARIABLES:
+        if name != "MASTER_ADDR":
+            _number_of(name)
 
 
 def quiet() -> None:
@@ -178,8 +181,9 @@ def run_script(
     load() does the slow imports, after the options have been checked. It returns `run(args)`, and the errors that `run`
     raises on every rank: of these only rank 0 prints the text. choices: log which backend and schedule are chosen.
     """
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank = 0
     try:
+        rank, world = _number_of("RANK", 0), _number_of("WORLD_SIZE", 1)
         args = parse_with_config(build_parser(), argv)
         check_arguments(args, world)
     except ValueError as error:  # raised on every rank, before any communication
@@ -202,6 +206,14 @@ def run_script(
         _print_on_rank_0(name, error, rank)
         return 1
     return 0
+
+
+def _number_of(variable: str, unset: int = 0) -> int:
+    """A launcher's variable. Raises: ValueError for one that is no number."""
+    text = os.environ.get(variable, str(unset))
+    if not text.isdecimal():
+        raise ValueError(f"{variable}={text!r} is not a number: let the launcher (torchrun, deepspeed) set it")
+    return int(text)
 
 
 @contextlib.contextmanager

@@ -112,7 +112,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """With the option that was meant, if there is one like it."""
         names = re.findall(r"(--[\w-]+)", message) if message.startswith("unrecognized arguments") else []
-        if int(os.environ.get("RANK", "0")) > 0:
+        if os.environ.get("RANK", "0") != "0":
             time.sleep(RANK_0_FIRST_S)
         super().error(f"{message}{suggestion(names, self._option_string_actions)}")
 

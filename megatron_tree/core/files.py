@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,18 @@ def _fault(error: BaseException, path: Path, others: tuple[type[BaseException], 
     if shutil.disk_usage(there).free < LEAST_FREE:
         return os.strerror(errno.ENOSPC)
     return f"{type(error).__name__}: {text.strip().splitlines()[-1]}"
+
+
+def why_uncreatable(folder: Path) -> str | None:
+    """Why a folder of an absolute path can't be made or written to; None if it can."""
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not there.is_dir():
+        return f"{there} is no folder"
+    try:  # permissions don't tell of all file systems
+        with tempfile.TemporaryDirectory(dir=there):
+            return None
+    except OSError as error:
+        return f"{there} can't be written to ({reason(error)})"
 
 
 @contextlib.contextmanager

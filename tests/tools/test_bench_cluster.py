@@ -199,6 +199,28 @@ def test_tangents_beside_an_all_gather(tmp_path, capfd, monkeypatch):
     assert "auto is wrong" in said.err and " ms" not in said.out.split("torch")[1] and not (tmp_path / "wrong").exists()
 
 
+@pytest.mark.usefixtures("assumed_links")
+def test_a_forward_without_gradients_beside_torchs(tmp_path, capfd, monkeypatch):
+    """By the measured plan, and no speed of a wrong output."""
+    p, tokens = 2, 128
+    options = ("--pass", "no-grad", "--ranks", str(p), "--seq-len", str(tokens), "--compute", "real")
+    status, rows = benchmark("train", *options, "--schedules", "auto", "ring", "torch_ring", out=tmp_path / "real")
+    said = capfd.readouterr()
+    assert status == 0, said.err
+    kv = tokens // p * 2 * HEADS_KV * D * 4
+    ring = rows[HEADS_KV, "ring", "forward"]
+    assert int(ring["sent_bytes"]) == int(ring["predicted_sent_bytes"]) == (p - 1) * kv
+    for name in ("auto", "ring", "torch_ring"):
+        row = rows[HEADS_KV, name, "forward"]
+        assert float(row["error"]) <= 1 and float(row["ms"]) > 0
+    assert not rows[HEADS_KV, "auto", "forward"]["predicted_sent_bytes"]
+    assert json.loads((tmp_path / "real" / "results.json").read_text())["command"] == "train --pass no-grad"
+    right = rivals._flash
+    monkeypatch.setattr(rivals, "_flash", lambda q, k, v, *rest: right(q * 1.01, k, v, *rest))
+    assert benchmark("train", *options, "--schedules", "torch_ring", out=tmp_path / "wrong")[0] == 1
+    assert "torch_ring is wrong" in capfd.readouterr().err and not (tmp_path / "wrong").exists()
+
+
 @emulated
 def test_an_emulated_cluster(tmp_path, capfd, monkeypatch):
     assume_links(monkeypatch, "host", "network", host_size=2)

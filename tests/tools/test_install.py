@@ -70,9 +70,14 @@ def test_a_new_environment(archive, fresh, tmp_path):
     assert (tmp_path / "venv/share/megatron_tree/constraints.txt").read_text() == (REPO / "constraints.txt").read_text()
 
 
-def test_the_extras_go_together(archive, fresh):
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+def test_the_extras_go_together(python, archive, fresh, tmp_path):
     """pip finds one version of everything that they ask for, also with the versions that are tested together."""
     binaries, run = fresh
+    if python != f"{sys.version_info.major}.{sys.version_info.minor}":
+        if (interpreter := shutil.which(f"python{python}")) is None:
+            pytest.skip(f"Python {python} is not installed")
+        run(interpreter, "-m", "venv", "--clear", tmp_path / "venv")
     if archive.suffix != ".whl":
         pytest.skip("an sdist has the requirements of the wheel")
     index = subprocess.run([binaries / "pip", "download", "--no-deps", "--dest", archive.parent, "einops"], timeout=300)

@@ -42,6 +42,7 @@ TABLE = [
     ("", "plan --topology ethernet --tp 3 --heads 4", "--tp 3 must divide --heads 4"),
     ("", "plan --topology ethernet --seq-len many", "--seq-len: 'many' must be a positive integer, for instance"),
     ("", "plan --topology ethernet --documents 5", "--documents: '5' is not COUNTxTOKENS,..., for instance"),
+    ("", "plan --topology ethernet --documents 3x", "--documents: '3x' is not COUNTxTOKENS,..., for instance"),
     ("", "plan --topology ethernet --memory-budget x", "--memory-budget: 'x'"),
     ("", "plan --topology ethernet --dtype int4", r"--dtype: invalid choice: 'int4' \(choose from"),
     ("", "plan", "required: --topology"),
@@ -112,6 +113,7 @@ TABLE = [
     ("", "bench local --cases 8/3x64,1k,fp32", "--cases: 3 KV heads must divide 8 heads"),
     ("", "bench local --cases 8/2x64,100,int8", "--cases: 100 tokens: must be a multiple of a page's 64"),
     ("", "bench local --cases 8x64,1k,fp32", "'8x64,1k,fp32' is no case, for instance 16/8x128,16k,bf16"),
+    ("", "bench decode --ranks 2 --out empty.txt/a", "--out empty.txt/a can't be created: .*empty.txt is no folder; "),
     ("", "bench kernels --device cuda", "--device cuda: torch sees no GPU here; use --device cpu"),
     ("", "bench kernels --only correct deocde", "--only: invalid choice: 'deocde'"),
     ("", "convert", r"required: \{to-megatron,to-huggingface\}"),
@@ -169,17 +171,6 @@ def test_one_sentence(config, words, sentence, here, monkeypatch, capsys):
     assert sorted(here.rglob("*")) == before  # nothing is half-written
 
 
-@pytest.mark.parametrize(
-    ("words", "way"),
-    [("generate", "-m megatron_tree generate"), ("chat", "-m megatron_tree chat"), ("serve", "its ranks: --ranks 4")],
-)
-def test_without_a_launcher_it_says_how_to_start(words, way, here, monkeypatch, capsys):
-    monkeypatch.delenv("RANK")
-    assert run(words) == 2
-    err = capsys.readouterr().err
-    assert "RANK not set: start this program with a launcher" in err and way in err and "Traceback" not in err
-
-
 def test_a_port_in_use_is_one_sentence(here, monkeypatch, capsys):
     monkeypatch.delenv("RANK")
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -195,6 +186,31 @@ def test_of_several_ranks_the_first_one_tells_of_a_mistake(here, monkeypatch, ca
     for rank, times in (("0", 0), ("1", 1)):
         monkeypatch.setenv("RANK", rank)
         assert run("generate --promt a") == 2 and len(waited) == times  # the launcher ends those that wait
+
+
+@pytest.mark.parametrize(
+    ("words", "way"),
+    [
+        ("train", "-m megatron_tree train"),
+        ("generate", "-m megatron_tree generate"),
+        ("chat", "-m megatron_tree chat"),
+        ("serve", "or let the command start its ranks: --ranks 4"),
+        ("calibrate --out a.yaml", "--help has examples"),
+    ],
+)
+def test_a_launcher_is_needed(words, way, here, monkeypatch, capsys):
+    for name in LAUNCHED:
+        monkeypatch.delenv(name)
+    assert run(words) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and re.search(rf"MASTER_ADDR.* not set: start .* with a launcher.*{way}", err), err
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"])
+def test_a_launchers_variable_that_is_no_number(name, here, monkeypatch, capsys):
+    monkeypatch.setenv(name, "two")
+    assert run("generate") == 2
+    assert capsys.readouterr().err.startswith(f"megatron-tree generate: {name}='two' is not a number: let the ")
 
 
 @pytest.fixture(scope="module")

@@ -104,7 +104,7 @@ def _documents(text: str) -> tuple[int, ...]:
     lengths: list[int] = []
     for part in text.lower().split(","):
         count, cross, tokens = part.strip().partition("x")
-        if not cross:
+        if not (count and cross and tokens):
             raise argparse.ArgumentTypeError(f"{text!r} is not COUNTxTOKENS,..., for instance 200x2k,1x128k")
         lengths += [parse_count(tokens)] * parse_count(count)
     return tuple(lengths)

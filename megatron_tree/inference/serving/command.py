@@ -5,6 +5,8 @@ Options are checked before the slow imports, and before any rank communicates.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ...launching import check_launched, run_script
 
 
@@ -18,10 +20,7 @@ def generate(argv: list[str]) -> int:
 
         return run, (BatchError, CheckError, StartError)
 
-    def check(args, world_size):
-        check_arguments(args, world_size)
-        check_launched("-m megatron_tree generate")
-
+    check = _of_launched("generate", check_arguments)
     return run_script("megatron-tree generate", argv, build_parser, check, load)
 
 
@@ -35,10 +34,7 @@ def chat(argv: list[str]) -> int:
 
         return run, (NoInput, StartError)
 
-    def check(args, world_size):
-        check_chat_arguments(args, world_size)
-        check_launched("-m megatron_tree chat")
-
+    check = _of_launched("chat", check_chat_arguments)
     return run_script("megatron-tree chat", argv, build_chat_parser, check, load, choices=False)
 
 
@@ -53,9 +49,18 @@ def serve(argv: list[str]) -> int:
 
         return lambda args: run_apart(args, argv) if args.starts_ranks else run(args), (RanksError, StartError)
 
-    def check(args, world_size):
-        check_arguments(args, world_size)
-        if not args.starts_ranks:
-            check_launched("-m megatron_tree serve", ", or let the command start its ranks: --ranks 4")
-
+    check = _of_launched("serve", check_arguments)
     return run_script("megatron-tree serve", argv, build_parser, check, load)
+
+
+def _of_launched(name: str, check_arguments: Callable) -> Callable:
+    """Checks the options, then that a launcher has started this process, unless it starts the ranks itself."""
+
+    def check(args, world_size: int) -> None:
+        check_arguments(args, world_size)
+        if name != "serve":
+            check_launched(f"-m megatron_tree {name}")
+        elif not args.starts_ranks:
+            check_launched("-m megatron_tree serve", "; or let the command start its ranks: --ranks 4")
+
+    return check

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from ...core.files import NotWritten
+from ...core.files import NotWritten, why_uncreatable
 from .options import build_parser
 
 
@@ -13,6 +13,9 @@ def main(argv: list[str]) -> int:
     """Run one benchmark; 0 if its results were correct and its files are written, 2 for options that can't be."""
     args = build_parser().parse_args(argv)
     args.argv = argv
+    if (fault := why_uncreatable(args.out.absolute())) is not None:
+        print(f"bench {args.command}: --out {args.out} can't be created: {fault}; name another folder", file=sys.stderr)
+        return 2
     benchmark = importlib.import_module(f".{args.command}", __package__)
     from ..calibrate.kernel_cases import WrongResult
     from ..emulate import Unavailable

@@ -59,6 +59,7 @@ EXAMPLES = {
   megatron-tree bench train --emulate 4x4 --kv-heads 16,4,2 --dilate 10
   megatron-tree bench train --emulate 2x4 4x4 --seq-len 2k 4k --dilate 10       over ranks and lengths
   megatron-tree bench train --pass jvp --ranks 4 --seq-len 2k --heads 8 --kv-heads 8,2 --head-dim 64 --dtype fp32
+  megatron-tree bench train --pass no-grad --emulate 4x1 --kv-heads 4 --schedules auto torch_ring --compute real
 """,
 }
 
@@ -157,8 +158,8 @@ def _step(parser) -> None:
 def _train(parser) -> None:
     _cases(parser, TRAIN, seq_len=4096, kv_heads="16,4,2")
     _modelled(parser)
-    parser.add_argument("--pass", dest="passes", choices=("training", "jvp"), default="training", help="training: "
-        "forward and backward (default); jvp: a forward with tangents")  # fmt: skip
+    parser.add_argument("--pass", dest="passes", choices=("training", "jvp", "no-grad"), default="training", help=
+        "training: forward and backward (default); jvp: a forward with tangents; no-grad: a forward alone")  # fmt: skip
 
 
 def _cases(parser, contenders: tuple[str, ...], *, seq_len: int, kv_heads: str, heads=16, head_dim=128, dtype="bf16"):

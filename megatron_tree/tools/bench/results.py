@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...core.files import whole_file
+from ...core.files import whole_file, writing
 from .timing import CORES, RankTimes
 
 PASSES = ("batch", "forward", "backward", "optimizer")
@@ -59,7 +59,8 @@ class Results:
         """Add named tuples of one type, and what else is known about the run."""
         self.rows += rows
         self.about |= about
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
         if self.rows:
             write_csv(self.folder / "results.csv", self.rows)
         with whole_file(self.folder / "results.json") as path:

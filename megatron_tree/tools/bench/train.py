@@ -1,6 +1,7 @@
 """Attention forward and backward over a sharded sequence: ring, KV gather, pure tree, the best grid without an exchange
 of heads, Ulysses, the planner's choice, and torch's own context parallelism. With --pass jvp a forward with tangents,
-beside an all-gather and torch.func.jvp of dense attention on every rank."""
+beside an all-gather and torch.func.jvp of dense attention on every rank; with --pass no-grad a forward under no_grad,
+where "auto" is the plan that repeated calls have measured."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ...core import energy, kernels
 from ...core.attention.functional import tree_attn_func
+from ...core.attention.tuning import REPEATED
 from ...core.config import TreeConfig
 from ...core.duals import dual
 from ...core.kernels import reference
@@ -45,10 +47,9 @@ ORACLE_STRIP = 256  # queries at a time, in float64
 
 def run(args: argparse.Namespace) -> None:
     """Check, time, print and write CSV, JSON and PNG into args.out. Raises `WrongResult` before any speed is shown."""
-    if args.passes == "jvp":
-        cases.run(args, "train --pass jvp", JvpBench)
-    else:
-        cases.run(args, "train", TrainBench)
+    passes = {"training": TrainBench, "jvp": JvpBench, "no-grad": ForwardBench}
+    named = "train" if args.passes == "training" else f"train --pass {args.passes}"
+    cases.run(args, named, passes[args.passes])
 
 
 class Whole:
@@ -129,7 +130,7 @@ class TrainBench(Bench):
     def error(self, results: tuple[Tensor, ...], contender: str) -> float:
         """The worst error on any rank as a fraction of the allowed one."""
         out, *derived = (relative_error(x, truth) / self.allowed for x, truth in zip(results, self.truth))
-        local = max(out, *(error / DERIVATIVES for error in derived))
+        local = max([out, *(error / DERIVATIVES for error in derived)])
         worst = self.meeting.most(self.rank, local)[0]
         return worst if worst == worst else math.inf
 
@@ -237,12 +238,56 @@ class JvpBench(TrainBench):
 
     @staticmethod
     def limits(case: Case, how: Settings, local_s: float) -> dict[str, float]:
-        bounds = {"local attention alone": local_s}
-        if case.machines.nodes > 1:
-            p = case.machines.ranks
-            shift_s = how.latency_s + 2 * case.kv_bytes * 8 / how.rate_bits
-            bounds["ring at line rate"] = local_s / p + (p - 1) * max(local_s / p, shift_s)
-        return bounds
+        return _forward_limits(case, how, local_s, sent=2)
+
+
+class ForwardBench(TrainBench):
+    """A forward under no_grad. "auto" is the plan that its repeated calls have measured, as for every user."""
+
+    ours = tuple(PINS)
+
+    def __init__(self, case: Case, how: Settings, *where):
+        super().__init__(case, how, *where)
+        if "auto" in how.schedules:
+            for _ in range(REPEATED + case.machines.ranks + 1):  # the last of these calls measures
+                self.step("auto", lambda name: None)
+
+    def attend(self, contender: str, *qkv: Tensor) -> Tensor:
+        if contender != "auto":
+            return super().attend(contender, *qkv)
+        return tree_attn_func(*qkv, cp_group=self.group, config=TreeConfig(topology=self.topology))
+
+    def step(self, contender: str, laps: Laps) -> tuple[Tensor, ...]:
+        qkv = self.q, self.k, self.v
+        with torch.no_grad():
+            out = self.rivals[contender](self.group, *qkv) if contender in self.rivals else self.attend(contender, *qkv)
+        laps("forward")
+        return (out,)
+
+    def pair_flops(self) -> float:
+        return super().pair_flops(("attn_fwd",))
+
+    def pair(self) -> None:
+        kernels.attn_fwd(self.q, self.k, self.v, **self.segments, spec=self.spec)
+
+    @staticmethod
+    def predict(case: Case, topology: Topology, contender: str) -> dict:
+        """Of a measured plan nothing is predicted."""
+        return {} if contender == "auto" else {"forward": _plan(case, topology, contender).forward}
+
+    @staticmethod
+    def limits(case: Case, how: Settings, local_s: float) -> dict[str, float]:
+        return _forward_limits(case, how, local_s, sent=1)
+
+
+def _forward_limits(case: Case, how: Settings, local_s: float, *, sent: int) -> dict[str, float]:
+    """`limits` of a forward that sends so many times the keys and values."""
+    bounds = {"local attention alone": local_s}
+    if case.machines.nodes > 1:
+        p = case.machines.ranks
+        shift_s = how.latency_s + sent * case.kv_bytes * 8 / how.rate_bits
+        bounds["ring at line rate"] = local_s / p + (p - 1) * max(local_s / p, shift_s)
+    return bounds
 
 
 def _plan(case: Case, topology: Topology, contender: str, **derivatives: bool) -> TrainingPlan:

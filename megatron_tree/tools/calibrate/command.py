@@ -41,7 +41,7 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
     if not args.out.absolute().parent.is_dir():
         raise ValueError(f"--out {args.out}: there is no folder {args.out.absolute().parent}")
     if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]:
-        raise ValueError(f"{', '.join(missing)} not set: start it with a launcher, on every rank\n\n{EXAMPLES}")
+        raise ValueError(f"{', '.join(missing)} not set: start it with a launcher, on every rank; --help has examples")
 
 
 def main(argv: list[str]) -> int:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-import tempfile
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from ...core.config import CP_COMM_TYPES
-from ...core.files import read_yaml, reason, whole_file
+from ...core.files import read_yaml, whole_file, why_uncreatable
 from ...launching import as_typed, new_parser, parse_with_config
 from .data import VOCAB_SIZE, open_tokenizer, text_files, vocab_size
 
@@ -174,7 +172,7 @@ def _files(args: argparse.Namespace) -> Iterator[str]:
     elif args.data_path is not None and not text_files(args.data_path):
         yield f"--data-path {args.data_path!r} holds no files: name a folder of text files"
     for option, path in (("--output-dir", args.output_dir), ("--save", args.save)):
-        if path is not None and (fault := _uncreatable(Path(path).absolute())) is not None:
+        if path is not None and (fault := why_uncreatable(Path(path).absolute())) is not None:
             yield f"{option} {path!r} can't be created: {fault}; name another folder"
     for name in ("save_interval", "keep_checkpoints", "resume"):
         if getattr(args, name) and not args.save:
@@ -184,18 +182,6 @@ def _files(args: argparse.Namespace) -> Iterator[str]:
         yield f"vocab_size={args.vocab_size} must be at least {tokens}, the tokens of {source}"
     if args.tokenizer_model is not None and open_tokenizer(args.tokenizer_model).eos_token_id is None:
         yield f"tokenizer_model={args.tokenizer_model!r} has no token for the end of a document (eos_token)"
-
-
-def _uncreatable(folder: Path) -> str | None:
-    """Why a folder can't be made or written to; None if it can."""
-    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    if not there.is_dir():
-        return f"{there} is no folder"
-    try:  # permissions don't tell of all file systems
-        with tempfile.TemporaryDirectory(dir=there):
-            return None
-    except OSError as error:
-        return f"{there} can't be written to ({reason(error)})"
 
 
 def complete(args: argparse.Namespace) -> argparse.Namespace:
