@@ -1,11 +1,13 @@
 """Which candidate the planner takes, and how long it needs."""
 
 import dataclasses
+import functools
 import time
 
 import pytest
 
 from megatron_tree.core.plan import Shape, load_topology
+from megatron_tree.core.plan.choice import alternatives
 from support.plans import DGX, ETHERNET, GQA4, GQA8, MHA, MQA, NO_COPIES, training
 
 
@@ -122,3 +124,16 @@ def test_4096_ranks_are_planned_within_a_second(ranks):
     start = time.process_time()
     training(4096, Shape(128, 128, 128, 128), DGX, hosts, seq_len=1 << 22)
     assert time.process_time() - start < 10  # usually 0.5 and 0.2; a slow machine is no reason to fail
+
+
+def test_calls_without_a_backward_try_the_ring():
+    """Also where the planner would not take it, on no network like this one."""
+    plan_on = functools.partial(_plan_on, seq_len=1 << 12)
+    for backward in (True, False):
+        plans = alternatives(plan_on, load_topology("ethernet"), backward=backward)
+        schedules = [plan.forward.schedule for plan in plans]
+        assert schedules.count("ring") == (not backward) and schedules[0] != "ring"
+
+
+def _plan_on(topology, seq_len):
+    return training(4, GQA4, topology, range(4), seq_len=seq_len)

@@ -105,9 +105,13 @@ def alternatives(plan_on: Callable[..., Plan], topology: Topology, *, backward: 
     and in what a byte costs, without duplicates: at most five. Whatever the network is in between, one fits.
 
     Plans with much larger buffers than the first one's are left out: to try one must not run out of memory. backward:
-    whether plans of training that differ in their backward only are different.
+    whether plans of training that differ in their backward only are different. If not, the ring is one more: rules that
+    put it last count both passes.
     """
     first, *others = (plan_on(topology=x) for x in (topology, *_networks(topology)))
+    if not backward and isinstance(first, TrainingPlan):
+        rings = [x for x in first.candidates[0] if x.schedule == "ring"]  # fastest first
+        others += [dataclasses.replace(first, forward=ring) for ring in rings[:1]]
     room = max(MEMORY * _buffers(first), SMALL)
     plans: dict[tuple[str, ...], Plan] = {}
     for plan in (first, *others):
