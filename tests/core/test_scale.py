@@ -106,7 +106,8 @@ def test_merging_states_beyond_32_bits():
     near = triton_merge.merge_packed(states)
     far, found = spread(states, 0), torch.empty_like(near)
     strides = dict(inner=rows, outer_stride=0, state_stride=FAR)
-    triton_merge.merge_states_kernel[(rows,)](IN=far, OUT=found, num_states=4, **strides, E=e, COLS=8, STATES=32)
+    pointers, sizes = dict(IN=far, BITS=far, OUT=found), dict(E=e, WORDS=1, COLS=8, STATES=32)
+    triton_merge.merge_states_kernel[(rows,)](**pointers, num_states=4, **strides, **sizes)
     assert torch.equal(near, found)
 
 

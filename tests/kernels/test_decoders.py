@@ -255,10 +255,10 @@ def test_auto_takes_flashmla_for_latents_alone(stand_ins, monkeypatch):
 
 
 @on_ranks(2)
-def test_ranks_decode_with_a_library(monkeypatch):
+def test_ranks_decode_with_a_library():
     """Each over its shard, whose rows differ in length. A ring's shards have positions, which libraries can't take:
     all ranks raise."""
-    with stand_ins_of_libraries(monkeypatch):
+    with pytest.MonkeyPatch.context() as monkeypatch, stand_ins_of_libraries(monkeypatch):
         q, _, (k, v) = case("dense")
         rank, group = dist.get_rank(), dist.group.WORLD
         half = slice(48 * rank, 48 * rank + 48)

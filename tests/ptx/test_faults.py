@@ -91,11 +91,11 @@ def test_what_lies_outside_of_a_tensor_is_not_read():
     from ptx.syntax import Fault
 
     states = torch.randn(3, 5, 17)
-    arguments = dict(IN=states, OUT=torch.empty(5, 17), inner=5, outer_stride=255, state_stride=85)
+    arguments = dict(IN=states, BITS=states, OUT=torch.empty(5, 17), inner=5, outer_stride=255, state_stride=85)
     launch = merge.merge_states_kernel[(5,)]
-    launch(**arguments, num_states=3, E=16, COLS=16, STATES=8, num_warps=4)
+    launch(**arguments, num_states=3, E=16, WORDS=1, COLS=16, STATES=8, num_warps=4)
     with pytest.raises(Fault, match=r"merge_states_kernel .*outside of all tensors"):
-        launch(**arguments, num_states=4, E=16, COLS=16, STATES=8, num_warps=4)
+        launch(**arguments, num_states=4, E=16, WORDS=1, COLS=16, STATES=8, num_warps=4)
 
 
 LEAST = {  # share of the places of a kind that must be noticed; docs/kernels.md explains the others

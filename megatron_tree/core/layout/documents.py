@@ -132,8 +132,8 @@ class Packed(_Documents):
             raise ValueError(
                 f"a packed document of {bad} padded tokens can't be sharded zigzag over {world} ranks: every document "
                 f"must be padded to a multiple of 2 * {world} = {2 * world}; pass the padded boundaries as "
-                "cu_seqlens_padded, use dispatch_documents, which needs no padding, or cut the row as a whole and not "
-                "each document: layout='zigzag' of tree_attn_varlen_func"
+                "cu_seqlens_padded, or use a layout that needs no padding (dispatch_documents, or layout='zigzag' of "
+                "tree_attn_varlen_func, which cuts the row as a whole)"
             )
 
     def rows(self, world: int) -> int:
