@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import support_matrix
+from megatron_tree.core.log import logger
 from support import ranks, turns
 from support.ranks import close_pools, poisoned_empty, seed_everything
 
@@ -112,6 +113,15 @@ def pytest_sessionfinish(session):
 @pytest.fixture(autouse=True)
 def _fixed_seeds():
     seed_everything()
+
+
+@pytest.fixture(autouse=True)
+def _same_logger():
+    """Commands that run in this process give the logger a level and a handler of theirs: the next test has its own."""
+    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.propagate = handlers, propagate
+    logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True)
