@@ -55,6 +55,7 @@ def _copies(grammars):
 
 
 def test_the_end_of_one_copy_is_not_that_of_another(grammars):
+    until(lambda: not _copies(grammars))  # those of the tests before end by themselves
     good, bad = grammars.grammar(WORDS), grammars.grammar(json.dumps(hostile_schemas.PATTERNS))
     try:
         quote = torch.zeros(257, dtype=torch.bool)
