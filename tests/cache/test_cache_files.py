@@ -63,7 +63,7 @@ def _load(rank, world, folder, family, dtype="auto", page_size=3):
 @pytest.mark.parametrize(
     ("family", "writers", "readers", "dtype"),
     [
-        ("llama", 1, 3, "auto"),
+        pytest.param("llama", 1, 3, "auto", marks=pytest.mark.slow),
         ("gemma2", 4, 2, "auto"),
         ("mistral", 2, 4, "auto"),
         ("deepseek_v3", 2, 1, "auto"),
