@@ -26,12 +26,11 @@ while [ $# -gt 0 ]; do
         -h | --help) print_help "${BASH_SOURCE[0]}" && exit 0 ;;
         --train-only) generate=0 && shift ;;
         --generate-only) train=0 && shift ;;
-        --ranks) ranks="${2:?"$1 needs a number"}" && shift 2 ;;
-        *) die "unknown option $1: see bash launch/quickstart.sh --help" ;;
+        --ranks) needs "must be a whole number from 1 up" '[1-9][0-9]{0,8}' "$@" && ranks="$2" && shift 2 ;;
+        *) mistake "unknown option $1: see bash launch/quickstart.sh --help" ;;
     esac
 done
-[ "$((train + generate))" -gt 0 ] || die "--train-only and --generate-only exclude each other"
-[ -z "$ranks" ] || [[ "$ranks" =~ ^[1-9][0-9]*$ ]] || die "--ranks $ranks: must be a whole number from 1 up"
+[ "$((train + generate))" -gt 0 ] || mistake "--train-only and --generate-only exclude each other"
 cd "$REPO"
 
 failed() {
