@@ -6,7 +6,8 @@
 #
 #   --train-only      skip the generation
 #   --generate-only   skip the training
-#   --ranks N         ranks for both (default: 4; with GPUs the largest power of two that is not above their number)
+#   --ranks N         ranks for both (default: 4, with fewer than 4 cores 2; with GPUs the largest power of two that is
+#                     not above their number)
 #
 # All results go to runs/quickstart: train.jsonl, loss.png, checkpoints/, generate.json and, if the output is not a
 # terminal, the logs. It takes under 10 minutes on two cores, plus the downloads.
@@ -83,7 +84,7 @@ start=$SECONDS
 : >"$out/.started"
 
 if [ -z "$ranks" ]; then
-    ranks=4
+    ranks=$(($(num_cores) < 4 ? 2 : 4))
     if has_gpu; then
         ranks="$(python -c 'import torch; print(1 << max(1, torch.cuda.device_count()).bit_length() - 1)')"
     fi

@@ -262,6 +262,12 @@ def test_quickstart_does_both_jobs_and_names_a_failing_one(tmp_path):
     summary = output[output.index("== done") :]
     assert re.search(r"training: \d+ s\n +generation: \d+ s\n", summary)
     assert "generate.json" in summary
+    shutil.copy(venv / "bin" / "deepspeed", venv / "bin" / "nproc")  # executable
+    shutil.copy(venv / "bin" / "deepspeed", venv / "bin" / "nvidia-smi").write_text("exit 1\n")
+    for cores, ranks in ((1, 2), (3, 2), (4, 4), (64, 4)):
+        (venv / "bin" / "nproc").write_text(f"#!/usr/bin/env bash\necho {cores}\n")
+        status, output = _run(*quickstart[:1], "--train-only", cwd=tmp_path, VIRTUAL_ENV=str(venv))
+        assert status == 0 and f"== training on {ranks} ranks: " in output, output
     status, output = _run(*quickstart, cwd=tmp_path, VIRTUAL_ENV=str(venv), FAILURE="no cake left")
     assert status == 7
     assert "no cake left" in output and 'quickstart failed in the step "training" (exit status 7)' in output
