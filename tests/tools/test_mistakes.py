@@ -95,6 +95,7 @@ TABLE = [
     ("", "serve --max-model-len 0", "--max-model-len 0 must be 1 or more"),
     ("", "serve --restarts 1", "--restarts 1 must be 0 or more, and needs --ranks"),
     ("", "serve --request-timeout nan", "--request-timeout nan must be a finite number, more than 0"),
+    ("", "config gird", "'gird' is no field of TreeConfig, only schedule, .*; did you mean 'grid' instead of 'gird'"),
     ("", "calibrate", "required: --out"),
     ("", "calibrate --out a.txt", "--out a.txt: a topology file ends in .yaml"),
     ("", "calibrate --out none/a.yaml", "--out none/a.yaml: there is no folder .*none"),
