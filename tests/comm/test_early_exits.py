@@ -52,6 +52,9 @@ def test_who_has_ended_is_named_at_once(before, then, leaver, destroys):
         if rank != leaver:
             assert outcome.error == "CommError" and outcome.seconds < IN_TIME, outcome
             assert f"rank {leaver} ended its program ({how})" in outcome.text, outcome
+            assert ".cc:" not in outcome.text and "typically" not in outcome.text, (
+                "what gloo adds says nothing to users"
+            )
 
 
 def _first_rank_alone(rank, world):

@@ -293,7 +293,7 @@ class Watchdog:
         waited_for = " and ".join(str(self.ranks[r]) for r in peers)
         what = (
             f"{op} among ranks {[self.ranks[r] for r in ranks]} failed on {self.me}{self.where()} (time limit "
-            f"{limit_s:g} s){f', in a message with rank {waited_for}' if peers else ''}: {error}"
+            f"{limit_s:g} s){f', in a message with rank {waited_for}' if peers else ''}: {_reason(error)}"
         )
         timed_out = self._is_overdue or (is_timeout(error) and not self.is_interrupted)
         suspects = tuple(peers) or tuple(r for r in ranks if r != self.rank)
@@ -372,6 +372,11 @@ class Watchdog:
         while self.ranks[self.rank] == 0 and time.monotonic() < end and not store.check(all_read):
             yield
         return ValueError(text) if is_input else CommError(text, tuple(ranks))
+
+
+def _reason(error: Exception) -> str:
+    """Of gloo's errors, without the place in its sources and without its advice."""
+    return re.sub(r"^\[\S+\.cc:\d+\] |\. This is typically caused by .*", "", str(error), flags=re.DOTALL)
 
 
 def _named(ranks: Sequence[int]) -> str:
