@@ -42,8 +42,13 @@ def _wait(rank, world, before, then, leaver, destroys):
 
 @pytest.mark.parametrize(
     ("before", "then", "leaver", "destroys"),
-    [("", "forward", 1, False), ("backward", "backward", 2, False), ("forward", "decode", 1, True)]
-    + [("", "decode", 2, False), ("decode", "decode", 1, False)],
+    [
+        ("", "forward", 1, False),
+        ("backward", "backward", 2, False),
+        ("", "decode", 2, False),
+        pytest.param("decode", "decode", 1, False, marks=pytest.mark.slow),
+        pytest.param("forward", "decode", 1, True, marks=pytest.mark.slow),
+    ],
 )
 def test_who_has_ended_is_named_at_once(before, then, leaver, destroys):
     """Also in what the ranks have not compared before, where no connection closes."""

@@ -264,7 +264,7 @@ def test_quickstart_does_both_jobs_and_names_a_failing_one(tmp_path):
     assert "generate.json" in summary
     shutil.copy(venv / "bin" / "deepspeed", venv / "bin" / "nproc")  # executable
     shutil.copy(venv / "bin" / "deepspeed", venv / "bin" / "nvidia-smi").write_text("exit 1\n")
-    for cores, ranks in ((1, 2), (3, 2), (4, 4), (64, 4)):
+    for cores, ranks in ((1, 2), (3, 2), (4, 4)):
         (venv / "bin" / "nproc").write_text(f"#!/usr/bin/env bash\necho {cores}\n")
         status, output = _run(*quickstart[:1], "--train-only", cwd=tmp_path, VIRTUAL_ENV=str(venv))
         assert status == 0 and f"== training on {ranks} ranks: " in output, output
