@@ -32,22 +32,29 @@ exports=()
 while [ $# -gt 0 ]; do
     case "$1" in
         -h | --help) print_help "${BASH_SOURCE[0]}" && exit 0 ;;
-        --hostfile) hostfile="${2:?"$1 needs a file"}" && shift 2 ;;
-        --master-addr) address="${2:?"$1 needs an address"}" && shift 2 ;;
-        --port) port="${2:?"$1 needs a number"}" && shift 2 ;;
-        --launcher) launcher="${2:?"$1 needs a name"}" && shift 2 ;;
-        --node-rank) node_rank="${2:?"$1 needs a number"}" && shift 2 ;;
-        --export) exports+=("${2:?"$1 needs a variable's name"}") && shift 2 ;;
-        --log-level) level="${2:?"$1 needs a level"}" && shift 2 ;;
-        -*) die "unknown option $1: see bash launch/deepspeed_hostfile.sh --help" ;;
+        --hostfile) needs "the path of a hostfile" .+ "$@" && hostfile="$2" && shift 2 ;;
+        --master-addr) needs "the first host's address" .+ "$@" && address="$2" && shift 2 ;;
+        --port) needs_port "$@" && port="$2" && shift 2 ;;
+        --launcher)
+            needs "must be pdsh, openmpi, mpich, impi, mvapich or slurm" 'pdsh|openmpi|mpich|impi|mvapich|slurm' "$@"
+            launcher="$2" && shift 2 ;;
+        --node-rank) needs "this node's number, from 0" .+ "$@" && node_rank="$2" && shift 2 ;;
+        --export) needs "must be the name of a variable" '[A-Za-z_][A-Za-z0-9_]*' "$@" && exports+=("$2") && shift 2 ;;
+        --log-level) needs_level "$@" && level="$2" && shift 2 ;;
+        -*) mistake "unknown option $1: see bash launch/deepspeed_hostfile.sh --help" ;;
         *) break ;;
     esac
 done
-[ $# -gt 0 ] || die "no command given: see bash launch/deepspeed_hostfile.sh --help"
-[[ "${node_rank:-0}" =~ ^[0-9]+$ ]] || die "--node-rank $node_rank is not a number: the first host is 0"
+[ $# -gt 0 ] || mistake "no command given: see bash launch/deepspeed_hostfile.sh --help"
+[[ "${node_rank:-0}" =~ ^[0-9]{1,9}$ ]] || mistake "--node-rank $node_rank is not a number: the first host is 0"
+[ -z "$node_rank" ] || [ -n "$address" ] || mistake "--node-rank needs --master-addr, the first host's address"
+for name in ${exports[@]+"${exports[@]}"}; do
+    [ -n "${!name+set}" ] || mistake "--export $name: the variable is not set"
+    [[ "${!name}" != *$'\n'* ]] || mistake "--export $name: the value has several lines, which deepspeed can't pass on"
+done
 find_program "$1"
-[ -n "$hostfile" ] || die "no hostfile given: --hostfile FILE; configs/hostfile.example shows the format"
-[ -f "$hostfile" ] || die "no such hostfile: $hostfile; configs/hostfile.example shows the format"
+[ -n "$hostfile" ] || mistake "no hostfile given: --hostfile FILE; configs/hostfile.example shows the format"
+[ -f "$hostfile" ] || mistake "no such hostfile: $hostfile; configs/hostfile.example shows the format"
 [ "$(tr -dc '\0' <"$hostfile" | wc -c)" -eq 0 ] || die "$hostfile has NUL characters: a line reads 'HOST slots=RANKS'"
 names="$(sed -E 's/#.*//; s/[[:space:]]+$//' "$hostfile" | grep -anv '^$')" || names=""
 [ -n "$names" ] || die "$hostfile names no host: a line reads 'HOST slots=RANKS', see configs/hostfile.example"
@@ -56,6 +63,7 @@ bad="$(grep -avE "^[0-9]+:[A-Za-z0-9_[][][A-Za-z0-9_.:@%-]*[[:space:]]+slots=[1-
 [ -z "$bad" ] || die "$hostfile, line ${bad%%:*}: '${bad#*:}' is not 'HOST slots=RANKS', see configs/hostfile.example"
 twice="$(sed -E 's/^[0-9]+:([^[:space:]]+).*/\1/' <<<"$names" | sort | uniq -d | head -n 1)"
 [ -z "$twice" ] || die "$hostfile lists the host $twice more than once: use one line per host, with the total of its ranks"
+[ "${node_rank:-0}" -lt "$hosts" ] || mistake "--node-rank $node_rank: $hostfile names $hosts hosts, ranks 0 to $((hosts - 1))"
 
 use_environment
 command -v deepspeed >/dev/null || die "no deepspeed in $VIRTUAL_ENV: run 'bash launch/setup.sh' first"
@@ -63,8 +71,6 @@ command -v deepspeed >/dev/null || die "no deepspeed in $VIRTUAL_ENV: run 'bash 
 options=(--hostfile "$hostfile" --master_port "$port" --no_local_rank --log_level "$level")
 [ -z "$address" ] || options+=(--master_addr "$address")
 if [ -n "$node_rank" ]; then
-    [ -n "$address" ] || die "--node-rank needs --master-addr, the first host's address"
-    [ "$node_rank" -lt "$hosts" ] || die "--node-rank $node_rank: $hostfile names $hosts hosts, ranks 0 to $((hosts - 1))"
     options+=(--no_ssh --node_rank "$node_rank")
 else
     command -v ssh >/dev/null || die "no ssh found: install it, or start the command on every node yourself (--node-rank)"
@@ -78,10 +84,6 @@ if [ -z "${DS_ACCELERATOR:-}" ] && ! has_gpu; then
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
-for name in ${exports[@]+"${exports[@]}"}; do
-    [ -n "${!name+set}" ] || die "--export $name: the variable is not set"
-    [[ "${!name}" != *$'\n'* ]] || die "--export $name: the value has several lines, which deepspeed can't pass on"
-done
 pattern='^(OMP_NUM_THREADS|DS_ACCELERATOR|TORCH_DISTRIBUTED_DEBUG|(NCCL|GLOO|UCX|CUDA_DEVICE|MEGATRON_TREE)_[A-Z0-9_]+)$'
 
 # deepspeed reads the variables for the other nodes from the file DS_ENV_FILE, and puts double quotes around values that

@@ -22,16 +22,15 @@ level=error
 while [ $# -gt 0 ]; do
     case "$1" in
         -h | --help) print_help "${BASH_SOURCE[0]}" && exit 0 ;;
-        -n | --ranks) ranks="${2:?"$1 needs a number"}" && shift 2 ;;
-        --port) port="${2:?"$1 needs a number"}" && shift 2 ;;
-        --log-level) level="${2:?"$1 needs a level"}" && shift 2 ;;
-        -*) die "unknown option $1: see bash launch/deepspeed_local.sh --help" ;;
+        -n | --ranks) needs_ranks "$@" && ranks="$2" && shift 2 ;;
+        --port) needs_port "$@" && port="$2" && shift 2 ;;
+        --log-level) needs_level "$@" && level="$2" && shift 2 ;;
+        -*) mistake "unknown option $1: see bash launch/deepspeed_local.sh --help" ;;
         *) break ;;
     esac
 done
-[ $# -gt 0 ] || die "no command given: see bash launch/deepspeed_local.sh --help"
+[ $# -gt 0 ] || mistake "no command given: see bash launch/deepspeed_local.sh --help"
 find_program "$1"
-[ -z "$ranks" ] || [[ "$ranks" =~ ^[1-9][0-9]*$ ]] || die "-n $ranks: the number of ranks must be a whole number from 1 up"
 
 use_environment
 command -v deepspeed >/dev/null || die "no deepspeed in $VIRTUAL_ENV: run 'bash launch/setup.sh' first"

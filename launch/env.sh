@@ -11,6 +11,26 @@ die() {
     exit 1
 }
 
+# A mistake in what was typed: status 2, as of all commands. What is not there, or fails later, ends with 1.
+mistake() {
+    printf 'error: %s\n' "$*" >&2
+    exit 2
+}
+
+# Ends unless an option has a value, and one of the right form. usage: needs RULE PATTERN OPTION [VALUE ...]
+needs() {
+    [ -n "${4:-}" ] || mistake "$3 needs a value: $1"
+    [[ "$4" =~ ^($2)$ ]] || mistake "$3 $4: $1"
+}
+
+# The value of --port, --log-level, or of a number of ranks. usage: needs_port OPTION [VALUE ...], and so on
+needs_port() {
+    needs "must be a number from 1 to 65535" '[1-9][0-9]{0,4}' "$@"
+    [ "$2" -le 65535 ] || mistake "$1 $2: must be a number from 1 to 65535"
+}
+needs_level() { needs "must be debug, info, warning, error or critical" 'debug|info|warning|error|critical' "$@"; }
+needs_ranks() { needs "the number of ranks must be a whole number from 1 up" '[1-9][0-9]{0,8}' "$@"; }
+
 # The comment block at the top of the calling script is its help text.
 print_help() { sed -n '2,/^$/{/^#/!q;s/^# \{0,1\}//p}' "$1"; }
 
@@ -48,7 +68,7 @@ find_program() {
     MODULE=()
     case "$1" in
         train | generate | chat | serve | calibrate | bench) MODULE=(megatron_tree) ;;
-        *) [ -f "$1" ] || die "no such command or script: $1; the commands are train, generate, chat, serve, calibrate, bench" ;;
+        *) [ -f "$1" ] || mistake "no such command or script: $1; the commands are train, generate, chat, serve, calibrate, bench" ;;
     esac
 }
 

@@ -24,19 +24,21 @@ launcher=()
 while [ $# -gt 0 ]; do
     case "$1" in
         -h | --help) print_help "${BASH_SOURCE[0]}" && exit 0 ;;
-        -n | --ranks | --port | --log-level) launcher+=("$1" "${2:?"$1 needs a value"}") && shift 2 ;;
-        -*) die "unknown option $1: see bash launch/megatron_lm.sh --help" ;;
+        -n | --ranks) needs_ranks "$@" && launcher+=("$1" "$2") && shift 2 ;;
+        --port) needs_port "$@" && launcher+=("$1" "$2") && shift 2 ;;
+        --log-level) needs_level "$@" && launcher+=("$1" "$2") && shift 2 ;;
+        -*) mistake "unknown option $1: see bash launch/megatron_lm.sh --help" ;;
         *) break ;;
     esac
 done
-[ $# -gt 0 ] || die "no Megatron-LM folder given: see bash launch/megatron_lm.sh --help"
+[ $# -gt 0 ] || mistake "no Megatron-LM folder given: see bash launch/megatron_lm.sh --help"
 folder="$1"
-[ -d "$folder" ] || die "no such folder: $folder; name the folder of a Megatron-LM checkout"
+[ -d "$folder" ] || mistake "no such folder: $folder; name the folder of a Megatron-LM checkout"
 for part in core training; do
-    [ -d "$folder/megatron/$part" ] || die "$folder holds no megatron/$part: name the folder of a Megatron-LM checkout"
+    [ -d "$folder/megatron/$part" ] || mistake "$folder holds no megatron/$part: name the folder of a Megatron-LM checkout"
 done
-[ $# -gt 1 ] || die "no script given: name one of $folder, for instance pretrain_gpt.py"
-[ -f "$folder/$2" ] || die "no such script: $folder/$2"
+[ $# -gt 1 ] || mistake "no script given: name one of $folder, for instance pretrain_gpt.py"
+[ -f "$folder/$2" ] || mistake "no such script: $folder/$2"
 script="$folder/$2"
 shift 2
 case " $* " in

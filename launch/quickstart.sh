@@ -6,7 +6,8 @@
 #
 #   --train-only      skip the generation
 #   --generate-only   skip the training
-#   --ranks N         ranks for both (default: 4; with GPUs the largest power of two that is not above their number)
+#   --ranks N         ranks for both (default: 4, with fewer than 4 cores 2; with GPUs the largest power of two that is
+#                     not above their number)
 #
 # All results go to runs/quickstart: train.jsonl, loss.png, checkpoints/, generate.json and, if the output is not a
 # terminal, the logs. It takes under 10 minutes on two cores, plus the downloads.
@@ -26,12 +27,11 @@ while [ $# -gt 0 ]; do
         -h | --help) print_help "${BASH_SOURCE[0]}" && exit 0 ;;
         --train-only) generate=0 && shift ;;
         --generate-only) train=0 && shift ;;
-        --ranks) ranks="${2:?"$1 needs a number"}" && shift 2 ;;
-        *) die "unknown option $1: see bash launch/quickstart.sh --help" ;;
+        --ranks) needs "must be a whole number from 1 up" '[1-9][0-9]{0,8}' "$@" && ranks="$2" && shift 2 ;;
+        *) mistake "unknown option $1: see bash launch/quickstart.sh --help" ;;
     esac
 done
-[ "$((train + generate))" -gt 0 ] || die "--train-only and --generate-only exclude each other"
-[ -z "$ranks" ] || [[ "$ranks" =~ ^[1-9][0-9]*$ ]] || die "--ranks $ranks: must be a whole number from 1 up"
+[ "$((train + generate))" -gt 0 ] || mistake "--train-only and --generate-only exclude each other"
 cd "$REPO"
 
 failed() {
@@ -84,7 +84,7 @@ start=$SECONDS
 : >"$out/.started"
 
 if [ -z "$ranks" ]; then
-    ranks=4
+    ranks=$(($(num_cores) < 4 ? 2 : 4))
     if has_gpu; then
         ranks="$(python -c 'import torch; print(1 << max(1, torch.cuda.device_count()).bit_length() - 1)')"
     fi

@@ -23,7 +23,7 @@ for argument in "$@"; do
     case "$argument" in
         --force) force=1 ;;
         -h | --help) print_help "${BASH_SOURCE[0]}" && exit 0 ;;
-        *) die "unknown option $argument: see bash launch/setup.sh --help" ;;
+        *) mistake "unknown option $argument: see bash launch/setup.sh --help" ;;
     esac
 done
 

@@ -34,12 +34,12 @@ port=""
 while [ $# -gt 0 ]; do
     case "$1" in
         -h | --help) print_help "${BASH_SOURCE[0]}" && exit 0 ;;
-        --port) port="${2:?"$1 needs a number"}" && shift 2 ;;
-        -*) die "unknown option $1: see bash launch/slurm_train.sh --help" ;;
+        --port) needs_port "$@" && port="$2" && shift 2 ;;
+        -*) mistake "unknown option $1: see bash launch/slurm_train.sh --help" ;;
         *) break ;;
     esac
 done
-[ $# -gt 0 ] || die "no command given: see bash launch/slurm_train.sh --help"
+[ $# -gt 0 ] || mistake "no command given: see bash launch/slurm_train.sh --help"
 [ -n "${SLURM_JOB_ID:-}" ] || die "no Slurm job: submit this with sbatch, or allocate nodes with salloc first"
 for program in srun scontrol; do
     command -v "$program" >/dev/null || die "no $program found: is Slurm on this node's PATH?"
@@ -48,8 +48,8 @@ cd "$REPO"
 find_program "$1"
 use_environment
 
-mapfile -t nodes < <(scontrol show hostnames "${SLURM_JOB_NODELIST:?"not set by Slurm"}")
-[ -n "${nodes[0]:-}" ] || die "scontrol names no node for SLURM_JOB_NODELIST=$SLURM_JOB_NODELIST"
+mapfile -t nodes < <(scontrol show hostnames "${SLURM_JOB_NODELIST:-}")
+[ -n "${nodes[0]:-}" ] || die "scontrol names no node for SLURM_JOB_NODELIST=${SLURM_JOB_NODELIST:-}, which Slurm sets"
 export MASTER_ADDR="${nodes[0]}" MASTER_PORT="${port:-$((20000 + SLURM_JOB_ID % 20000))}"
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK" # srun does not take it over
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}" TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"

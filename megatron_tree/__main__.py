@@ -29,6 +29,7 @@ COMMANDS = {
     "convert": Command("tools.convert.command:main", "Hugging Face weights to a Megatron checkpoint, and back"),
     "plan": Command("core.plan.command:main", "what a call, a pass or a decode step sends, computes and takes"),
     "doctor": Command("tools.doctor.command:main", "what is installed, what would run, what is missing"),
+    "config": Command("core.config_fields:main", "the fields of TreeConfig: values, default, meaning"),
     "calibrate": Command(
         "tools.calibrate.command:main", "measure a cluster, and write its topology for the planner", True
     ),

@@ -154,7 +154,7 @@ class TreeConfig:
     in the backward queries are gathered, too. Decoding adds up integers. What can't is refused."""
 
     def __post_init__(self):
-        for name, choices in _CHOICES.items():
+        for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices)
         if not (isinstance(self.timeout_s, (int, float)) and self.timeout_s > 0 and math.isfinite(self.timeout_s)):
             raise ValueError(f"timeout_s={self.timeout_s!r} must be a positive number of seconds")
@@ -191,7 +191,7 @@ class TreeConfig:
             )
 
 
-_CHOICES = {
+CHOICES = {
     "schedule": SCHEDULES,
     "backend": BACKENDS,
     "comm_dtype": COMM_DTYPES,

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 from unittest import mock
 
 import pytest
@@ -61,6 +62,21 @@ def test_log_lines_are_short(rank, world):
     assert (rank == 0) == any(line.startswith("attention over 2 ranks (4 heads") for line in lines)
     at = next((i for i, line in enumerate(lines) if line.startswith("attention over")), None)
     assert at is None or [line.split()[0] for line in lines[at + 1 : at + 5 : 2]] == ["forward", "backward"]
+
+
+@on_ranks(2)
+def test_lines_of_measured_plans_say_what_was_measured(rank, world):
+    """A line for each pass of each candidate, and two for what is taken."""
+    lines = []
+    with mock.patch.object(logger, "log", lambda level, line: lines.append(line)), grid_and_heads(world):
+        _step()
+    found = [re.fullmatch(r"a layer's (forward|backward), measured: [\d.]+ [mu]?s by (.+)", line) for line in lines]
+    found = [x.groups() for x in found if x]
+    (plan,) = _plans()
+    taken = [f"from now on forward by {plan.forward}", f"from now on backward by {plan.backward}"]
+    assert [line for line in lines if line.startswith("from now on")] == (taken if rank == 0 else [])
+    assert [name for name, _ in found] == ["forward", "backward"] * (3 if rank == 0 else 0)
+    assert not found or {str(plan.forward), str(plan.backward)} <= {by for _, by in found}
 
 
 class _Clock:

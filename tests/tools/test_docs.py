@@ -13,10 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import megatron_tree
 from megatron_tree import TreeConfig, shard_sequence, tree_attn_func, unshard_sequence
+from megatron_tree.core.config import CONFIG_VARIABLE
+from megatron_tree.launching import LAUNCHER_VARIABLES
 from support.ranks import as_launched, run_distributed
+from support.rounding import assert_near
 
 REPO = Path(__file__).resolve().parents[2]
 PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted((REPO / "docs").rglob("*.md"))]
@@ -112,6 +116,53 @@ def test_the_program_of_inference_answers_as_plain_transformers(tmp_path):
         ids = torch.cat([ids, plain(model, ids, 16, eos_token_id=None)[0]], dim=1)
         wanted.append(tokenizer.decode(ids[0]))
     assert others == [""] and said == wanted
+
+
+def _fragments(rank, world, folder):
+    """Those of inference.md and kv-cache.md that begin with a model, in one program."""
+    from support.hf_models import VOCAB, plain, tiny_model
+
+    blocks = [re.findall(r"```python\n(.*?)```", (REPO / "docs" / name).read_text(), flags=re.DOTALL)
+              for name in ("inference.md", "kv-cache.md")]  # fmt: skip
+    (_, generation), (rows, files) = blocks
+    model, ids = tiny_model("llama"), torch.arange(1, 12)[None] % VOCAB
+    (wanted, _), logits = plain(model, ids, 64), model(torch.tensor([[*ids[0], 5]])).logits[0, -1]
+    names = {"model": model, "group": dist.group.WORLD, "input_ids": ids, "mask": torch.ones_like(ids)}
+    names |= {"prompt": ids[0], "token": torch.tensor(5), "folder": folder, "device": "cpu"}
+    with torch.no_grad():
+        exec(generation, names)
+        exec(rows, names)
+        names["input_ids"] = names["output"][:, :-1]  # the last token was not run
+        exec(files, names)
+    assert torch.equal(torch.stack(names["tokens"]), names["input_ids"])
+    assert_near(names["logits"][0, -1], logits, 512)
+    return names["output"][0, ids.shape[1] :].tolist(), wanted[0].tolist()
+
+
+def test_the_fragments_of_inference_and_the_cache(tmp_path):
+    pytest.importorskip("transformers")
+    for output, wanted in run_distributed(_fragments, 2, str(tmp_path / "cache"), fresh=True):
+        assert output == wanted and len(wanted) > 1
+
+
+def _on_a_mesh(rank, world):
+    (block,) = re.findall(r"```python\n(.*?)```", (REPO / "docs/launching.md").read_text(), flags=re.DOTALL)
+    q, k, v = torch.ones(1, 4, 2, 8), torch.ones(1, 4, 2, 8), torch.full((1, 4, 2, 8), float(rank))
+    names = {"dist": dist, "init_device_mesh": init_device_mesh, "tree_attn_func": tree_attn_func}
+    names |= {"q": q, "k": k, "v": v}
+    exec(block, names)
+    return names["out"][0, -1, 0, 0].item()  # of what this rank's last query sees: all, or 2 and 4 tokens
+
+
+def test_the_page_about_starting_ranks():
+    """Its scripts and variables are those that there are, and its mesh makes pairs of ranks."""
+    text = (REPO / "docs/launching.md").read_text()
+    assert not [
+        name for name in (*LAUNCHER_VARIABLES, CONFIG_VARIABLE, "MEGATRON_TREE_CACHE") if f"`{name}`" not in text
+    ]
+    starts = [path.name for path in (REPO / "launch").glob("*.sh") if 'find_program "$1"' in path.read_text()]
+    assert sorted(starts) == sorted(set(re.findall(r"launch/(\w+\.sh)", text))) and len(starts) == 3
+    assert run_distributed(_on_a_mesh, 4) == pytest.approx([1 / 2, 2 / 3, 5 / 2, 8 / 3])
 
 
 def _difference(rank, world):

@@ -4,8 +4,10 @@ import importlib
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -93,6 +95,7 @@ TABLE = [
     ("", "serve --max-model-len 0", "--max-model-len 0 must be 1 or more"),
     ("", "serve --restarts 1", "--restarts 1 must be 0 or more, and needs --ranks"),
     ("", "serve --request-timeout nan", "--request-timeout nan must be a finite number, more than 0"),
+    ("", "config gird", "'gird' is no field of TreeConfig, only schedule, .*; did you mean 'grid' instead of 'gird'"),
     ("", "calibrate", "required: --out"),
     ("", "calibrate --out a.txt", "--out a.txt: a topology file ends in .yaml"),
     ("", "calibrate --out none/a.yaml", "--out none/a.yaml: there is no folder .*none"),
@@ -292,10 +295,74 @@ def test_a_home_that_cannot_be_written_names_the_variable(monkeypatch):
         models.smollm2_folder()
 
 
-def test_a_node_rank_that_is_no_number(tmp_path):
+# The scripts of launch/, which stop before they look for Python, ssh or a job; {hosts} names two nodes.
+LAUNCH = [
+    ("deepspeed_local.sh", "no command given: see bash launch/deepspeed_local.sh --help"),
+    ("deepspeed_local.sh no/such.py", "no such command or script: no/such.py; the commands are train, generate, chat,"),
+    ("deepspeed_local.sh --rank 2 generate", "unknown option --rank: see bash launch/deepspeed_local.sh --help"),
+    ("deepspeed_local.sh -n", "-n needs a value: the number of ranks must be a whole number from 1 up"),
+    ("deepspeed_local.sh -n 0 generate", "-n 0: the number of ranks must be a whole number from 1 up"),
+    ("deepspeed_local.sh --ranks generate", "--ranks generate: the number of ranks must be a whole number"),
+    ("deepspeed_local.sh --port", "--port needs a value: must be a number from 1 to 65535"),
+    ("deepspeed_local.sh --port 70000 generate", "--port 70000: must be a number from 1 to 65535"),
+    ("deepspeed_local.sh --log-level loud generate", "--log-level loud: must be debug, info, warning, error or crit"),
+    ("deepspeed_hostfile.sh", "no command given: see bash launch/deepspeed_hostfile.sh --help"),
+    ("deepspeed_hostfile.sh generate", "no hostfile given: --hostfile FILE; configs/hostfile.example shows the format"),
+    ("deepspeed_hostfile.sh --hostfile", "--hostfile needs a value: the path of a hostfile"),
+    ("deepspeed_hostfile.sh --hostfile no/such generate", "no such hostfile: no/such; configs/hostfile.example shows"),
+    ("deepspeed_hostfile.sh --hosts {hosts} generate", "unknown option --hosts: see bash launch/deepspeed_hostfile.sh"),
+    ("deepspeed_hostfile.sh --hostfile {hosts} --launcher ssh generate", "--launcher ssh: must be pdsh, openmpi, mpic"),
+    ("deepspeed_hostfile.sh --hostfile {hosts} --export A=1 generate", "--export A=1: must be the name of a variable"),
+    ("deepspeed_hostfile.sh --hostfile {hosts} --export NONE generate", "--export NONE: the variable is not set"),
+    ("deepspeed_hostfile.sh --hostfile {hosts} --export TWO generate", "--export TWO: the value has several lines, wh"),
+    ("deepspeed_hostfile.sh --hostfile {hosts} --node-rank", "--node-rank needs a value: this node's number, from 0"),
+    ("deepspeed_hostfile.sh --hostfile {hosts} --node-rank one generate", "--node-rank one is not a number: the first"),
+    ("deepspeed_hostfile.sh --hostfile {hosts} --node-rank 1 generate", "--node-rank needs --master-addr, the first"),
+    ("deepspeed_hostfile.sh --hostfile {hosts} --master-addr 127.0.0.1 --node-rank 2 generate",
+     "--node-rank 2: {hosts} names 2 hosts, ranks 0 to 1"),
+    ("megatron_lm.sh", "no Megatron-LM folder given: see bash launch/megatron_lm.sh --help"),
+    ("megatron_lm.sh no/such", "no such folder: no/such; name the folder of a Megatron-LM checkout"),
+    ("megatron_lm.sh launch", "launch holds no megatron/core: name the folder of a Megatron-LM checkout"),
+    ("megatron_lm.sh --ranks many", "--ranks many: the number of ranks must be a whole number from 1 up"),
+    ("quickstart.sh --ranks", "--ranks needs a value: must be a whole number from 1 up"),
+    ("quickstart.sh --ranks x", "--ranks x: must be a whole number from 1 up"),
+    ("quickstart.sh --train-only --generate-only", "--train-only and --generate-only exclude each other"),
+    ("quickstart.sh --quick", "unknown option --quick: see bash launch/quickstart.sh --help"),
+    ("setup.sh --forced", "unknown option --forced: see bash launch/setup.sh --help"),
+    ("slurm_train.sh", "no command given: see bash launch/slurm_train.sh --help"),
+    ("slurm_train.sh --port ssh train", "--port ssh: must be a number from 1 to 65535"),
+    ("slurm_train.sh --nodes 2 train", "unknown option --nodes: see bash launch/slurm_train.sh --help"),
+]  # fmt: skip
+
+
+def _launched(words, **variables):
+    return subprocess.run(
+        ["bash", *words], capture_output=True, text=True, cwd=REPO, timeout=60, env=os.environ | variables
+    )
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+@pytest.mark.parametrize(("words", "sentence"), LAUNCH, ids=[words for words, _ in LAUNCH])
+def test_one_sentence_of_a_launch_script(words, sentence, tmp_path):
     hosts = tmp_path / "hosts"
     hosts.write_text("here slots=1\nthere slots=1\n")
-    command = ["bash", REPO / "launch/deepspeed_hostfile.sh", "--hostfile", hosts, "--master-addr", "127.0.0.1"]
-    done = subprocess.run([*command, "--node-rank", "one", "generate"], capture_output=True, text=True, env=os.environ)
-    assert done.returncode and "--node-rank one is not a number: the first host is 0" in done.stderr
-    assert done.stderr.count("\n") == 1
+    done = _launched(
+        ["launch/" + words.split()[0], *words.format(hosts=hosts).split()[1:]], TWO="1\n2", VIRTUAL_ENV=sys.prefix
+    )
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith("error: " + sentence.format(hosts=hosts)) and done.stderr.count("\n") == 1, (
+        done.stderr
+    )
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("slurm_train.sh train", "no Slurm job: submit this with sbatch, or allocate nodes with salloc first"),
+        ("deepspeed_local.sh generate", "no Python environment at /none: run 'bash launch/setup.sh' first"),
+    ],
+)
+def test_what_a_launch_script_lacks_later_is_no_mistake_of_usage(words, sentence):
+    done = _launched([f"launch/{words.split()[0]}", *words.split()[1:]], VIRTUAL_ENV="/none", SLURM_JOB_ID="")
+    assert done.returncode == 1 and done.stderr == f"error: {sentence}\n" and not done.stdout

@@ -216,7 +216,7 @@ class PlannedAttention(AttentionCall):
             h, h_kv, d, _ = call.shape
             over = f"{call.queries.world} ranks ({h} heads, {h_kv} KV heads, head_dim {d})"
             network = "the network as measured" if topology.name == "measured" else topology.name
-            say_once(f"attention over {over}, planned for {network}\n{plan.reason}")
+            say_once(f"attention over {over}, planned for {network}, one layer:\n{plan.reason}")
         planned = replace(planned, plan=plan)
         if is_final and call.spec.dropout is None and selected_keys is None and not call.return_max_logit:
             ranks.state.planned[key] = planned  # it depends on no tensor's values

@@ -344,7 +344,7 @@ class PlannedDecode(DecodeCall):
             planned = replace(planned, plan=plan, is_final=is_final)
         if options.schedule == "auto" and ranks.size > 1 and q.shape[1] == 1:
             # the reason has numbers that differ between batch sizes
-            say_once(f"decode schedule: {planned.plan.reason}", about=f"decode schedule {planned.plan.schedule}")
+            say_once(f"decode schedule of a layer: {planned.plan.reason}", about=f"decoding {planned.plan.schedule}")
         return planned
 
     def run(self, q: Tensor, cache: KVCache, sinks=None, projection=None) -> tuple[Tensor, Tensor]:

@@ -502,7 +502,7 @@ class _Selection:
             memory_budget=ranks.config.memory_budget,
         )
         if schedule == "auto":
-            say_once(f"selection of keys: {reason}", about=f"selection of keys {self.plan}")
+            say_once(f"selection of keys of a layer: {reason}", about=f"selection of keys {self.plan}")
 
     def __call__(self, best_keys) -> Tensor:
         if self.plan.schedule == "counts":

@@ -132,8 +132,10 @@ def _fastest(candidates: tuple[Plan, ...], run: Run, ranks: comm.Ranks) -> Plan:
     plan = _choice(candidates, seconds)
     if ranks.rank == 0:
         for candidate, of_passes in zip(candidates, seconds):
-            say_once(f"tried {_text(candidate, of_passes)}: {' | '.join(map(format_seconds, of_passes))}")
-        say_once(f"from now on {_text(plan, seconds[0])}", about=f"from now on {seconds}")
+            for (name, of_pass), taken in zip(_named_passes(candidate), of_passes):
+                say_once(f"a layer's {name}, measured: {format_seconds(taken)} by {of_pass}")
+        for name, of_pass in _named_passes(plan)[: len(seconds[0])]:
+            say_once(f"from now on {name} by {of_pass}", about=f"from now on {name} {seconds}")
     return plan
 
 
@@ -155,6 +157,6 @@ def _choice(candidates: tuple[Plan, ...], seconds: list[list[float]]) -> Plan:
     return dataclasses.replace(plan, forward=best[0].forward, backward=best[-1].backward)
 
 
-def _text(plan: Plan, seconds: list[float]) -> str:
-    """The passes that were measured."""
-    return " | ".join(map(str, passes_of(plan)[: len(seconds)]))
+def _named_passes(plan: Plan) -> list[tuple[str, object]]:
+    """What is measured of a plan, in this order."""
+    return list(zip(("forward", "backward") if isinstance(plan, TrainingPlan) else ("decoding",), passes_of(plan)))

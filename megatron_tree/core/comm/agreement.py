@@ -232,6 +232,8 @@ def _all_come(watchdog: Watchdog, store, key: str, did: str, limit_s: float, *nu
         if asks and waited_s > ASK_AFTER_S:
             asks = False
             watchdog.updates(store, 1)
+        if waited_s > ASK_AFTER_S and (left := watchdog.who_left(store, lambda r, _: store.check([f"{key}/{r}"]))):
+            return left
         if waited_s > limit_s:
             missing = [r for r in range(watchdog.world) if not store.check([f"{key}/{r}"])]
             names = [watchdog.ranks[r] for r in missing]

@@ -67,7 +67,7 @@ def measured_links(ranks: Ranks) -> Links:
     if ranks.device_type not in found:
         links = found[ranks.device_type] = _measure(ranks)
         if ranks.rank == 0:
-            say_once(f"measured: {links}")
+            say_once(f"network, measured: {links}")
     return found[ranks.device_type]
 
 

@@ -10,20 +10,24 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import contextlib
+import json
 import math
+import multiprocessing.util
 import os
 import queue
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..errors import CommError
-from .group import GroupState, states
+from .group import CallRecord, GroupState, states
 
 POLL_S = 0.1  # between two polls of the watchdogs of ranks that wait, ...
 POLLS_PER_S = 1000  # ... which all ranks of a large job together make less often: one process answers them
@@ -50,10 +54,14 @@ class StoreClient:
         self.poll_s = max(POLL_S, GroupState.of(group).size / POLLS_PER_S)
         self.waiting_since = math.inf
         """When the main thread began to wait for an answer, see `time.monotonic`; inf: it does not."""
+        self.records: dict[str, CallRecord] = {}
+        """Of this rank's groups, by the prefix of their keys: what it has called is told when it leaves."""
+        self._rank = dist.get_rank()
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._work, name="megatron_tree store client", daemon=True)
         self._thread.start()
         atexit.register(_end, self._ends, self._thread)
+        multiprocessing.util.Finalize(None, _stop, (self._ends, self._thread), exitpriority=0)  # no atexit in its ranks
 
     @classmethod
     def here(cls) -> StoreClient:
@@ -104,6 +112,9 @@ class StoreClient:
         try:
             self._serve()
             self._error = "the process group is gone"
+            calls = {prefix: x.latest.number for prefix, x in self.records.items()}
+            how = _how_it_ends() if self._ends.is_set() else "destroy_process_group"
+            Farewell(how, self._ends.is_set(), calls).leave(self._store, self._rank)
         except dist.DistError as error:
             self._error = _unreachable(error)
 
@@ -145,12 +156,50 @@ class StoreClient:
         return False
 
 
+def _stop(ends: threading.Event, thread: threading.Thread) -> None:
+    ends.set()
+    thread.join(SILENCE_S)
+
+
 def _end(ends: threading.Event, thread: threading.Thread) -> None:
     """At the end of the interpreter: a thread that comes back from torch after it aborts the process. So does one of
     gloo's, which drop finished work late."""
-    ends.set()
-    thread.join(SILENCE_S)
+    _stop(ends, thread)
     time.sleep(0.1)
+
+
+class Farewell(NamedTuple):
+    """What a rank leaves in the store when it takes part no more: others may wait for it in later calls."""
+
+    how: str
+    is_last: bool
+    """Whether its process ends, and not its process group alone: it has made no calls but those of `calls`."""
+    calls: dict[str, int]
+    """By the prefix of a group's keys, the number of its latest call in the group."""
+
+    @classmethod
+    def of(cls, store, rank: int) -> Farewell | None:
+        """What a rank of the job, by its global number, has left, if it has."""
+        return cls(*json.loads(store.get(key))) if store.check([key := f"megatron_tree/farewell/{rank}"]) else None
+
+    def leave(self, store, rank: int) -> None:
+        store.set(f"megatron_tree/farewell/{rank}", json.dumps(self))  # does not wait for an answer
+
+
+def _leave_without_calls() -> None:
+    """At the end of a process that has made no call, for which no thread does it."""
+    if dist.is_initialized() and dist.get_world_size() > 1 and GroupState.of(dist.group.WORLD).store is None:
+        with contextlib.suppress(RuntimeError):
+            Farewell(_how_it_ends(), True, {}).leave(distributed_c10d._get_default_store(), dist.get_rank())
+
+
+def _how_it_ends() -> str:
+    kind = getattr(sys, "last_type", None)  # of an exception that nobody caught
+    return kind.__name__ if kind else "exit"
+
+
+# At the end of this process, also of one that multiprocessing has started, but not of one that is forked from it.
+multiprocessing.util.Finalize(None, _leave_without_calls, exitpriority=0)
 
 
 def set_first(store, key: str, value: str) -> str:

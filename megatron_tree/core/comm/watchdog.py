@@ -31,7 +31,7 @@ from torch.distributed import distributed_c10d
 from ..errors import CommError
 from ..log import logger
 from .group import Call, GroupState, region, wait_limit
-from .store import POLL_S, StoreClient, set_first
+from .store import POLL_S, Farewell, StoreClient, set_first
 
 MEANWHILE = 4  # calls that may go on while earlier ones are still compared
 ASK_S = 1.0  # of waiting in a call that was not compared, after which it is
@@ -52,7 +52,8 @@ class Report(NamedTuple):
     suspects: Sequence[int] = ()
     """The ranks that it waited for."""
     cause: str = ""
-    """"error" or "input" where this rank raised by itself, "calls" where it met ranks in other calls; else empty."""
+    """"error" or "input" where this rank raised by itself, "calls" where it met ranks in other calls, "left" where its
+    suspects take part no more; else empty."""
     limit_s: float | None = None
     """The time limit, where it ran out."""
     rank: int = 0
@@ -93,6 +94,7 @@ class Watchdog:
         # a new group may have the name of a freed one: number them, the same way on every rank
         epoch = self.key("epoch", self.rank)
         self._prefix = self.key(self.store.run(lambda store: store.add(epoch, 1), timeout_s))
+        self.store.records[self._prefix] = self.calls
         self.wait: Wait | None = None
         self.queued: Queued | None = None
         self._said: Queued | None = None
@@ -100,8 +102,11 @@ class Watchdog:
         """Whether a wait in this group is to end: another rank failed or rejected its input, or it takes too long."""
         self.rejection: ValueError | None = None
         """Another rank's rejection of a call that this rank is in; it is raised instead of the error of the wait."""
+        self.leavers: Report | None = None
+        """Ranks that take part no more, while this one waits for them."""
         self.error: Exception | None = None
         """How the group failed; it can't be used any more."""
+        self._asked = 0  # ranks, whether they take part no more
         self._comparisons: deque[Future] = deque()
         self._polled: tuple = ()
         self._is_overdue = False
@@ -184,12 +189,38 @@ class Watchdog:
             if isinstance(news, ValueError):
                 self.rejection = news
             asked += [x for x in running if x.compare and store.check([self.key("call", x.number, "first")])]
-        if self._is_overdue or self.is_interrupted or news is not None or self.rejection is not None:
+        if self.leavers is None and waited_s > ASK_S and current is not None:
+            self.leavers = self.who_left(store, lambda _, called: called >= current.number)
+        if self._is_overdue or self.is_interrupted or any(x is not None for x in (news, self.rejection, self.leavers)):
             self.interrupt(wait.on)
         for call in asked:
             if (compare := call.compare) is not None:
                 call.compare = None
                 yield from self._judge(call, compare, store)
+
+    def who_left(self, store, came: Callable[[int, int], bool]) -> Report | None:
+        """The ranks that take part no more and have not come to what this one waits in. Asks about one of them, and
+        the next time about the next one: hundreds of ranks may be waiting.
+
+        came(rank, number of its latest call): whether a rank did come, and has left since.
+        """
+
+        def how(rank: int) -> str:
+            left = self._farewell(store, rank)
+            return "" if left is None or came(rank, left.calls.get(self._prefix, 0)) else left.how
+
+        self._asked += 1
+        if not how((self.rank + 1 + self._asked % (self.world - 1)) % self.world):
+            return None
+        left = {r: how(r) for r in range(self.world) if r != self.rank}
+        ranks = [r for r in left if left[r]]
+        what = _ended([self.ranks[r] for r in ranks], left[ranks[0]])
+        return Report(f"{what} while {self.me} waited{self.where()}", ranks, cause="left")
+
+    def _farewell(self, store, rank: int) -> Farewell | None:
+        """Of a rank of this group; not that of an earlier default group with the same store."""
+        left = Farewell.of(store, self.ranks[rank])
+        return left if left is not None and (left.is_last or left.calls.keys() & self.store.records.keys()) else None
 
     def updates(self, store, new: int = 0) -> int:
         """A number that grows with every report, rejection and question. new: 1 for one of this rank's."""
@@ -256,13 +287,13 @@ class Watchdog:
         """What to raise for an operation that failed. ranks: that take part; peers: those waited for."""
         if self._comparisons and not self.is_interrupted:  # messages of other lengths than expected fail at once
             concurrent.futures.wait(self._comparisons, VERDICT_S)
-        if self.rejection is not None:
-            return self.fail(self.rejection)
+        if (known := self.rejection or self.leavers) is not None:
+            return self.fail(known)
         ranks, limit_s = range(self.world) if ranks is None else sorted(ranks), wait_limit(timeout_s)
         waited_for = " and ".join(str(self.ranks[r]) for r in peers)
         what = (
             f"{op} among ranks {[self.ranks[r] for r in ranks]} failed on {self.me}{self.where()} (time limit "
-            f"{limit_s:g} s){f', in a message with rank {waited_for}' if peers else ''}: {error}"
+            f"{limit_s:g} s){f', in a message with rank {waited_for}' if peers else ''}: {_reason(error)}"
         )
         timed_out = self._is_overdue or (is_timeout(error) and not self.is_interrupted)
         suspects = tuple(peers) or tuple(r for r in ranks if r != self.rank)
@@ -307,9 +338,10 @@ class Watchdog:
         first one that reported concludes."""
         conclusion, is_input = self.key("conclusion"), report.cause == "input"
         if not self._report_number:
-            if is_input or report.cause == "error":
-                text = report.what if is_input else f"{self.me} failed: {report.what}"
-                set_first(store, conclusion, json.dumps((is_input, [self.ranks[self.rank]], text)))
+            if report.cause in ("input", "error", "left"):
+                who = [self.ranks[r] for r in report.suspects or [self.rank]]
+                text = f"{self.me} failed: {report.what}" if report.cause == "error" else report.what
+                set_first(store, conclusion, json.dumps((is_input, who, text)))
             self._report_number = store.add(self.key("reports"), 1)
             store.set(self.key("report", self._report_number), json.dumps(report._replace(rank=self.rank)))
             self.updates(store, 1)
@@ -326,8 +358,11 @@ class Watchdog:
                 heard = {x.rank for x in reports.values()}
                 silent = {r for x in reports.values() for r in x.suspects} - heard
                 if len(heard) == self.world or len(silent) == 1 == self.world - len(heard) or time.monotonic() > end:
-                    failed = [self.ranks[r] for r in sorted(silent or set(range(self.world)) - heard)]
-                    found = _conclusion(sorted(reports.values(), key=lambda x: x.rank), failed)
+                    failed = sorted(silent or set(range(self.world)) - heard)
+                    left = [x.how for x in (self._farewell(store, r) for r in failed) if x is not None]
+                    how = left[0] if left and len(left) == len(failed) else ""
+                    failed = [self.ranks[r] for r in failed]
+                    found = _conclusion(sorted(reports.values(), key=lambda x: x.rank), failed, how)
                     set_first(store, conclusion, json.dumps(found))
             yield
         is_input, ranks, text = json.loads(store.get(conclusion))
@@ -339,17 +374,36 @@ class Watchdog:
         return ValueError(text) if is_input else CommError(text, tuple(ranks))
 
 
-def _conclusion(reports: list[Report], silent: list[int]) -> tuple[bool, list[int], str]:
-    """(whether it is the input's fault, the ranks that failed, how) where no rank says that it has failed by itself."""
+def _reason(error: Exception) -> str:
+    """Of gloo's errors, without the place in its sources and without its advice."""
+    return re.sub(r"^\[\S+\.cc:\d+\] |\. This is typically caused by .*", "", str(error), flags=re.DOTALL)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
+
+
+def _ended(ranks: Sequence[int], how: str) -> str:
+    return f"{_named(ranks)} ended {'its program' if len(ranks) == 1 else 'their programs'} ({how})"
+
+
+def _conclusion(reports: list[Report], silent: list[int], how: str) -> tuple[bool, list[int], str]:
+    """(whether it is the input's fault, the ranks that failed, how) where no rank says that it has failed by itself.
+
+    how: the silent ranks have left, if they have.
+    """
     if differing := [x.what for x in reports if x.cause == "calls"]:
         return True, [], f"{DIFFERENT_CALLS}: {'; '.join(differing)}"
     waited = [x for x in reports if x.suspects]
     what = (waited or reports)[0].what
     if not silent:
         return False, [], f"all ranks respond, but they wait for one another in different operations: {what}"
-    who = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {silent}"
-    if what.startswith(f"{who} did not respond"):  # concluded in a smaller group, and now once more in the whole job
+    who = _named(silent)
+    # concluded in a smaller group, and now once more in the whole job
+    if what.startswith((f"{who} did not respond", f"{who} ended")):
         return False, silent, what
+    if how:
+        return False, silent, f"{_ended(silent, how)}: {what}"
     limit_s = min((x.limit_s for x in waited if x.limit_s is not None), default=None)
     limit = "" if limit_s is None else f" within {limit_s:g} s"
     return False, silent, f"{who} did not respond{limit}: {what}"

@@ -94,9 +94,9 @@ def train(args: argparse.Namespace, device: torch.device, received: list[int]) -
         iteration, samples, notes = load_checkpoint(trainee, args, digest=digest)
         reporter = Reporter(args, first_step=iteration + 1, enabled=dist.get_rank() == 0)
         unigram = text.unigram_entropy()
-        title, line = _introduction(args, text, trainee, unigram)
+        title, lines = _introduction(args, text, trainee, unigram)
         reporter.event("start", title=title, first_step=iteration + 1, options=vars(args), unigram_loss=unigram)
-        for note in (line, *notes):
+        for note in (lines, *notes):
             reporter.say(note)
     stopped, losses = False, deque(maxlen=FINAL_STEPS)
     while iteration < args.train_iters and not stopped:
@@ -211,13 +211,14 @@ def _open_text(args: argparse.Namespace) -> tuple[PackedText, str]:
 
 
 def _introduction(args: argparse.Namespace, text: PackedText, trainee: Trainee, unigram: float) -> tuple[str, str]:
-    """A title, and a line that says more."""
+    """A title, and lines that say more."""
     dp, parameters = parallel_state.get_data_parallel_world_size(), sum(p.numel() for p in trainee.model.parameters())
     attention = args.cp_comm_type if args.context_parallel_size > 1 else "Megatron's own attention"
     title = f"{dist.get_world_size()} ranks, context parallel {args.context_parallel_size}: {attention}"
     return title, (
-        f"{title}; data parallel {dp}, {parameters:,} parameters on rank 0, {text.tokens.size:,} tokens, "
-        f"unigram loss {unigram:.4f}"
+        f"{title}; data parallel {dp}, {parameters:,} parameters on rank 0\n"
+        f"{text.tokens.size:,} tokens of text; a unigram model of it has loss {unigram:.4f}\n"
+        "below: loss in nats per token; tokens/s of all ranks together, measured"
     )
 
 
