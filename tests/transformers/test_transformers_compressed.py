@@ -32,14 +32,6 @@ def _model(**changes):
     return model
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.supports("`deepseek_v4`", with_="training on shards; 1, 2 and 4 ranks")
-@on_ranks()
-def test_training(world):
-    """Blocks that shards cut: zigzag, padded, packed, recomputed; and documents without any."""
-    check_trained_batches(_model)
-
-
 def _served(sparse=2, heavy=4, **changes):
     """With blocks of so many tokens."""
     rates = {"compressed_sparse_attention": sparse, "heavily_compressed_attention": heavy}
@@ -47,47 +39,11 @@ def _served(sparse=2, heavy=4, **changes):
 
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.supports("`deepseek_v4`", with_="generate and model.generate, ragged rows; 1, 2 and 4 ranks")
+@pytest.mark.supports("`deepseek_v4`", with_="generate and model.generate; 1, 2 and 4 ranks")
 @on_ranks()
 def test_generation(world):
     """Steps of one token and of several, and chunks of prompts, that end within blocks."""
     check_served(_served(), pads=False, page_size=4)
-
-
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.supports("`deepseek_v4`", with_="prompts, of which each rank runs its own tokens; 2 and 4 ranks")
-@on_ranks()
-def test_prompts(world, tmp_path):
-    check_prompts(_served(), tmp_path / "saved", page_size=4)
-
-
-@on_ranks(2)
-def test_rows(world):
-    """Rows of a runner, whose blocks end at different steps: a copy, a failure; and who has which blocks."""
-    model = _served(3, 6)
-
-    def new_cache():
-        return tree_hf.TreeCache(model.config, cp_group=dist.group.WORLD, page_size=6)
-
-    runner, rows, copy, texts, check = begin_rows(model, (3, 29, 12), new_cache, 12)
-    hook = model.model.layers[-1].register_forward_pre_hook(lambda *args: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        runner.step(rows, torch.stack([text[2:3] for text in texts]))
-    hook.remove()
-    for i, logits in enumerate(runner.step(rows, torch.stack([text[2:3] for text in texts]))):
-        check(logits[0], i, len(texts[i]) + 2, "after a failure")
-    check(runner.step([copy], texts[1][2:3, None])[0, 0], 1, 31, "a copy")
-    with pytest.raises(ValueError, match="have the state of 32 tokens, which can't go back"):
-        runner.crop(copy, 31)
-    store, lengths = runner.store, [6, 32, 15, 32]
-    held = torch.tensor([store.num_local(kind) for kind in (1, 2)])
-    assert store.block_sizes == [1, 3, 6]
-    dist.all_reduce(held)
-    assert held.tolist() == [sum(n // size for n in lengths) for size in (3, 6)]
-    d, state = model.config.head_dim, store.book.rows[copy].state
-    assert store.layers[-1].bytes_of_a_token == 4 * d, "a key is its value, too"
-    # of the last tokens before a block's last one: keys and gates, and of sparse layers those of two parts and an index
-    assert state.nbytes == 4 * (5 * (4 * d + 4 * model.config.index_head_dim) + 5 * 2 * d)
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -122,6 +78,50 @@ def test_groups_of_heads_that_ranks_do_not_divide_are_refused():
         plan_layout(_model(), 4, 0)
 
 
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.supports("`deepseek_v4`", with_="training on shards; 2 and 4 ranks")
+@on_ranks()
+def test_training(world):
+    """Blocks that shards cut: zigzag, padded, packed, recomputed; and documents without any."""
+    check_trained_batches(_model)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@on_ranks()
+def test_prompts(world, tmp_path):
+    check_prompts(_served(), tmp_path / "saved", page_size=4)
+
+
+@on_ranks(2)
+def test_rows(world):
+    """Rows of a runner, whose blocks end at different steps: a copy, a failure; and who has which blocks."""
+    model = _served(3, 6)
+
+    def new_cache():
+        return tree_hf.TreeCache(model.config, cp_group=dist.group.WORLD, page_size=6)
+
+    runner, rows, copy, texts, check = begin_rows(model, (3, 29, 12), new_cache, 12)
+    hook = model.model.layers[-1].register_forward_pre_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        runner.step(rows, torch.stack([text[2:3] for text in texts]))
+    hook.remove()
+    for i, logits in enumerate(runner.step(rows, torch.stack([text[2:3] for text in texts]))):
+        check(logits[0], i, len(texts[i]) + 2, "after a failure")
+    check(runner.step([copy], texts[1][2:3, None])[0, 0], 1, 31, "a copy")
+    with pytest.raises(ValueError, match="have the state of 32 tokens, which can't go back"):
+        runner.crop(copy, 31)
+    store, lengths = runner.store, [6, 32, 15, 32]
+    held = torch.tensor([store.num_local(kind) for kind in (1, 2)])
+    assert store.block_sizes == [1, 3, 6]
+    dist.all_reduce(held)
+    assert held.tolist() == [sum(n // size for n in lengths) for size in (3, 6)]
+    d, state = model.config.head_dim, store.book.rows[copy].state
+    assert store.layers[-1].bytes_of_a_token == 4 * d, "a key is its value, too"
+    # of the last tokens before a block's last one: keys and gates, and of sparse layers those of two parts and an index
+    assert state.nbytes == 4 * (5 * (4 * d + 4 * model.config.index_head_dim) + 5 * 2 * d)
+
+
+@pytest.mark.supports("`deepseek_v4`", with_="evaluation without a cache")
 def test_evaluation_without_a_cache():
     check_no_cache(_model(), "attention_mask with padding: DeepseekV4Attention counts blocks")
 
