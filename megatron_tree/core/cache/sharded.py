@@ -46,7 +46,7 @@ class View:
 
     def last_seen(self, positions: Tensor) -> Tensor:
         """The last entry that queries at these positions see, int64: a block once it is complete; -1: none."""
-        return (positions + 1) // self.block_size - 1
+        return positions if self.block_size == 1 else (positions + 1) // self.block_size - 1
 
 
 class RowTables:

@@ -105,9 +105,8 @@ class ShardRun(LayerRun):
 
     def ends(self, device: torch.device) -> Tensor:
         """int64 [n]: this rank's rows that complete a block."""
-        last = self.size - 1
-        rows = [range(s.row + (last - s.pos) % self.size, s.row + s.length, self.size) for s in self.segments]
-        return torch.tensor([row for of_segment in rows for row in of_segment], dtype=torch.int64, device=device)
+        rows = [torch.arange(s.row, s.row + s.length)[(-1 - s.pos) % self.size :: self.size] for s in self.segments]
+        return on_device(torch.cat([*rows, torch.empty(0, dtype=torch.int64)]), device)
 
     def with_rows_before(self, rows: Tensor, count: int, state: int) -> tuple[Tensor, Tensor]:
         """rows, and those before each segment, [b, segments, count, c]. Collective."""

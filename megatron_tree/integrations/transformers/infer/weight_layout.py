@@ -6,10 +6,10 @@ N ranks are K head groups of N / K ranks, K = gcd(N, KV heads). The ranks of a h
 of their KV heads, so cache and weights are both split over all N ranks, whatever the number of KV heads: query heads,
 output projection, MLPs, experts, embedding and LM head over all ranks, k and v over the head groups. Queries may be
 split over the head groups, too: then each rank of a group computes those of all its heads. Latent attention has one
-KV head, so all ranks share the tokens; its down projections are split by rows and their outputs gathered, or whole on
-every rank where messages take longer than reading them. Recurrent layers are split by their heads (recurrent_heads.py).
-Norms over all heads are split as these are. Other norms and routers, which are small, and the vision part of a model
-of images and text are whole on every rank. Anything else is refused.
+KV head, as has DeepSeek V4, so all ranks share the tokens; its down projections are split by rows and their outputs
+gathered, or whole on every rank where messages take longer than reading them. Recurrent layers are split by their heads
+(recurrent_heads.py). Norms over all heads are split as these are. Other norms and routers, which are small, and the
+vision part of a model of images and text are whole on every rank. Anything else is refused.
 """
 
 from __future__ import annotations
