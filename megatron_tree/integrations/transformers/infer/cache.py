@@ -112,8 +112,10 @@ class TreeCache(Cache):
     Args:
         config: the model's configuration (or that of its text part); it gives the number and kinds of layers.
         cp_group: process group, or 1-D DeviceMesh, over which the tokens are spread; None = this rank holds them all.
-        page_size: tokens of a page: neighbouring tokens on one rank. On GPUs 16, 32, 64, 128 or 256.
-        dtype: "auto" (the model's), "int8" or "fp8", with a scale for each token and head.
+        page_size: tokens of a page: neighbouring tokens on one rank. On GPUs 16, 32, 64, 128 or 256; blocks of tokens
+            that have a key of their own have to divide it.
+        dtype: "auto" (the model's), "int8" or "fp8", with a scale for each token and head; keys of blocks stay in the
+            model's.
         schedule: how partial attention is merged, see `tree_decode`.
         head_shares: query heads of every rank of cp_group, for a model whose weights are split over the ranks
             (`init_inference(weights="sharded")` makes such caches).
