@@ -11,6 +11,7 @@ the table is not written. Ranks are processes of support/ranks.py, so one bad cl
 
 import argparse
 import json
+import math
 import re
 import traceback
 from pathlib import Path
@@ -95,9 +96,14 @@ def causal_config(name, options):
     return config
 
 
+def _page_size(config):
+    """A small one, which blocks of tokens divide."""
+    return math.lcm(2, *getattr(config, "compress_rates", {}).values())
+
+
 def _generation(config, make):
-    tree_hf.TreeCache(config)
-    check_served(make(), pads="pooled" not in families_of(config))
+    tree_hf.TreeCache(config, page_size=_page_size(config))
+    check_served(make(), pads=not families_of(config).keys() & {"pooled", "compressed"}, page_size=_page_size(config))
 
 
 def _training(config, make):
@@ -109,10 +115,10 @@ def _training(config, make):
 
 
 def _sharded_weights(config, make):
-    tree_hf.TreeCache(config)
+    tree_hf.TreeCache(config, page_size=_page_size(config))
     model, ids = make(), prompt(1, 45)
     want, size = plain(model, ids, 3), _text_size(model)
-    engine = share_model(model, weights="sharded", page_size=2, prefill_chunk=34)
+    engine = share_model(model, weights="sharded", page_size=_page_size(config), prefill_chunk=34)
     assert _text_size(model) < 0.75 * size
     result = generate(engine, ids, max_new_tokens=3, keep_logits=True)
     assert_logits(torch.stack(result.logits, 1), want[1], "sharded weights")

@@ -23,7 +23,7 @@ OF_IMAGES = ("model.vision_tower.", "model.multi_modal_projector.")
 LENGTHS = (33, 13)  # of ragged rows, before a step of 4 tokens, which crosses a boundary of Llama 4's chunks of 7
 
 
-def check_served(model, *, pads: bool = True):
+def check_served(model, *, pads: bool = True, page_size: int = 2):
     """On this rank of the default group: `generate`, `model.generate`, left padding unless not pads, ragged rows, and
     no cache."""
     ids, (padded, mask) = prompt(2, 37), left_padded(2, 17)
@@ -35,7 +35,7 @@ def check_served(model, *, pads: bool = True):
         alone = [model(x[None], **{n: p[:, : len(x)] for n, p in positions.items()}).logits[0] for x in ids]
 
     def new_cache():
-        return tree_hf.TreeCache(model.config, cp_group=dist.group.WORLD, page_size=2)
+        return tree_hf.TreeCache(model.config, cp_group=dist.group.WORLD, page_size=page_size)
 
     model.set_attn_implementation("tree")
     result = tree_hf.generate(model, ids, cache=new_cache(), max_new_tokens=NEW, chunk_size=16, keep_logits=True)
@@ -106,6 +106,77 @@ def check_rows(model, folder, page_size=2):
     logits = again.step(loaded.rows, torch.stack((texts[1][1:2], texts[2][2:3])))
     check(logits[0, 0], 1, 30, "loaded")
     check(logits[1, 0], 2, 14, "loaded")
+
+
+class _Counted:
+    """Tokens that a model's layers have run on this rank."""
+
+    def __init__(self, model):
+        self.tokens = 0
+        model.model.layers[0].register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, layer, args, kwargs):
+        self.tokens += (args[0] if args else kwargs["hidden_states"]).shape[1]
+
+
+def _crowd(runner, rank):
+    """Let one rank hold so many pages that it gets none of the next prompts."""
+    store = runner.store
+    rows = [runner.add() for _ in range(24 * store.book.world)]
+    for row in rows:
+        store.append([row], store.page_size)
+    for row in rows:
+        if store.book.rows[row].parts[0].rank != rank:
+            runner.remove(row)
+
+
+def check_prompts(model, folder, page_size):
+    """On all ranks of the default group, which run their own tokens: a prompt in chunks, a next turn that begins within
+    a page, a copy, and what was saved, go on with more tokens."""
+    world = dist.get_world_size()
+
+    def new_runner(chunk_size=6 * page_size):
+        cache = tree_hf.TreeCache(model.config, cp_group=dist.group.WORLD, page_size=page_size)
+        return tree_hf.Runner(model, cache, chunk_size=chunk_size)
+
+    texts = [prompt(1, 61, seed=seed)[0] for seed in (1, 2)]
+    texts[1][:43] = texts[0][:43]
+    with torch.no_grad():
+        want = [model(text[None]).logits[0] for text in texts]
+    fingerprint = model_fingerprint(model)
+    model.set_attn_implementation("tree")
+    runner, counted = new_runner(), _Counted(model)
+    row = runner.add()
+
+    def check(logits, i, end, what):
+        assert_logits(logits, want[i][end - 1], what)
+
+    check(runner.prefill(row, texts[0][:29]), 0, 29, "chunks")
+    assert counted.tokens <= -(-29 // world) + 3 * page_size, "a rank runs its own tokens"
+    check(runner.step([row], texts[0][None, 29:30])[0, 0], 0, 30, "a step")
+    check(runner.prefill(row, texts[0][30:43]), 0, 43, "a next turn")
+    several = runner.step([row], texts[0][None, 43:47])[0]
+    assert_logits(several, want[0][43:47], "several tokens of a row that goes on")
+    if world == 1:
+        return
+    runner.remove(row)
+    row = runner.add()
+    runner.prefill(row, texts[0][:43])
+    copy = runner.fork(row)
+    check(runner.prefill(copy, texts[1][43:]), 1, 61, "a copy")
+    runner.cache.rows = [row]
+    runner.cache.save(folder, [texts[0][:43]], fingerprint=fingerprint)
+    again = new_runner()
+    again.cache.load(folder, fingerprint=fingerprint)
+    check(again.prefill(again.cache.rows[0], texts[0][43:]), 0, 61, "loaded")
+    check(runner.prefill(row, texts[0][43:], sharded=False), 0, 61, "all tokens on all ranks")
+    crowded = new_runner(60)
+    _crowd(crowded, world - 1)
+    row, counted.tokens = crowded.add(), 0
+    check(crowded.prefill(row, texts[0][:40]), 0, 40, "a rank without tokens")
+    shares = crowded.store.book._shares(crowded.store.book.rows[row], 0)
+    assert shares[-1] == [] and all(shares[:-1]), shares
+    check(crowded.step([row], texts[0][None, 40:41])[0, 0], 0, 41, "a step after it")
 
 
 def check_eight_bits(model, dtype, limit):
@@ -190,7 +261,7 @@ def check_trained(make, **more):
         assert float((found[n] - grad).abs().max()) <= 1e-4 * largest, n
 
 
-def check_sharded(model):
+def check_sharded(model, page_size=2):
     """Tokens and logits of a model whose weights all ranks share; a prompt runs whole on all ranks, or shared out."""
     world, rank = dist.get_world_size(), dist.get_rank()
     ids = prompt(1, 45)
@@ -205,8 +276,9 @@ def check_sharded(model):
     group = ranks.neighbours(layout.heads.size)
     split_model(model, layout, ranks)
     options = {"token_group": dist.group.WORLD, "chunk_size": 34, "keep_logits": True}
+    of_cache = {"cp_group": group, "head_shares": layout.heads.shares, "page_size": page_size}
     for model.weight_gathering.forced in (False, True):
-        cache = tree_hf.TreeCache(model.config, cp_group=group, head_shares=layout.heads.shares, page_size=2)
-        result = tree_hf.generate(model, ids, cache=cache, max_new_tokens=3, **options)
+        options |= {"cache": tree_hf.TreeCache(model.config, **of_cache)}
+        result = tree_hf.generate(model, ids, max_new_tokens=3, **options)
         assert_logits(torch.stack(result.logits, 1), want[1], f"generate, forced={model.weight_gathering.forced}")
         assert torch.equal(result.tokens, want[0])

@@ -25,7 +25,6 @@ OTHER_REASONS = {
     "bart": "decoder-only",
     "blt": "tokens in patches",
     "diffllama": "two attention calls for one cache update",
-    "deepseek_v4": "keys of compressed blocks of tokens",
     "doge": "a mask that depends on its keys",
     "falcon_mamba": "no attention layers",
     "gemma4_unified_assistant": "keys and values of another model",

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 import megatron_tree.integrations.transformers as tree_hf
-from megatron_tree.core.cache.files import model_fingerprint
 from support.hf_architectures import HYBRIDS, POOLED, assert_logits, random_model
 from support.hf_models import prompt
+from support.hf_served import check_prompts
 from support.ranks import on_ranks, run_distributed
 from support_matrix import slow_but, supported
 
@@ -22,69 +22,8 @@ def _runner(model, chunk_size=CHUNK):
     return tree_hf.Runner(model, cache, chunk_size=chunk_size)
 
 
-class _Counted:
-    """Tokens that a model's layers have run on this rank."""
-
-    def __init__(self, model):
-        self.tokens = 0
-        model.model.layers[0].register_forward_pre_hook(self._count, with_kwargs=True)
-
-    def _count(self, layer, args, kwargs):
-        self.tokens += (args[0] if args else kwargs["hidden_states"]).shape[1]
-
-
-def _crowd(runner, rank):
-    """Let one rank hold so many pages that it gets none of the next prompts."""
-    store = runner.store
-    rows = [runner.add() for _ in range(24 * store.book.world)]
-    for row in rows:
-        store.append([row], PAGE)
-    for row in rows:
-        if store.book.rows[row].parts[0].rank != rank:
-            runner.remove(row)
-
-
 def _prompts(rank, world, name, folder):
-    """A prompt in chunks, a next turn that begins within a page, a copy, and what was saved, go on with more tokens."""
-    model = random_model(name)
-    texts = [prompt(1, 61, seed=seed)[0] for seed in (1, 2)]
-    texts[1][:43] = texts[0][:43]
-    with torch.no_grad():
-        want = [model(text[None]).logits[0] for text in texts]
-    fingerprint = model_fingerprint(model)
-    model.set_attn_implementation("tree")
-    runner, counted = _runner(model), _Counted(model)
-    row = runner.add()
-
-    def check(logits, i, end, what):
-        assert_logits(logits, want[i][end - 1], what)
-
-    check(runner.prefill(row, texts[0][:29]), 0, 29, "chunks")
-    assert counted.tokens <= -(-29 // world) + 3 * PAGE, "a rank runs its own tokens"
-    check(runner.step([row], texts[0][None, 29:30])[0, 0], 0, 30, "a step")
-    check(runner.prefill(row, texts[0][30:43]), 0, 43, "a next turn")
-    several = runner.step([row], texts[0][None, 43:47])[0]
-    assert_logits(several, want[0][43:47], "several tokens of a row that goes on")
-    if world == 1:
-        return
-    runner.remove(row)
-    row = runner.add()
-    runner.prefill(row, texts[0][:43])
-    copy = runner.fork(row)
-    check(runner.prefill(copy, texts[1][43:]), 1, 61, "a copy")
-    runner.cache.rows = [row]
-    runner.cache.save(folder, [texts[0][:43]], fingerprint=fingerprint)
-    again = _runner(model)
-    again.cache.load(folder, fingerprint=fingerprint)
-    check(again.prefill(again.cache.rows[0], texts[0][43:]), 0, 61, "loaded")
-    check(runner.prefill(row, texts[0][43:], sharded=False), 0, 61, "all tokens on all ranks")
-    crowded = _runner(model, 60)
-    _crowd(crowded, world - 1)
-    row, counted.tokens = crowded.add(), 0
-    check(crowded.prefill(row, texts[0][:40]), 0, 40, "a rank without tokens")
-    shares = crowded.store.book._shares(crowded.store.book.rows[row], 0)
-    assert shares[-1] == [] and all(shares[:-1]), shares
-    check(crowded.step([row], texts[0][None, 40:41])[0, 0], 0, 41, "a step after it")
+    check_prompts(random_model(name), folder, page_size=PAGE)
 
 
 OWN_TOKENS = "prompts, of which each rank runs its own tokens; 4 ranks"

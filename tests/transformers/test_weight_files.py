@@ -29,6 +29,20 @@ def test_pieces_of_other_forms_are_read(family, tmp_path):
         _check_pieces(model, layout, whole)
 
 
+def test_buffers_are_read(tmp_path):
+    """Biases by which routers choose experts, and a number of no dimension."""
+    whole = tiny_model("deepseek_v3_experts")
+    whole.register_buffer("number", torch.tensor(3.0))
+    for buffer in whole.buffers():
+        buffer.normal_()
+    whole.save_pretrained(tmp_path)
+    model = empty_model(tmp_path)
+    model.register_buffer("number", torch.tensor(0.0))
+    read_pieces(model, tmp_path, plan_layout(model, 2, 1))
+    for name, buffer in whole.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer) == (name in whole.state_dict()), name
+
+
 def test_a_rank_has_memory_for_its_own_pieces_alone(tmp_path):
     heads = dict(num_attention_heads=8, num_key_value_heads=4)
     sizes = dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=8, vocab_size=8192)

@@ -62,8 +62,9 @@ def tree_prefill(
     selected: Tensor | None = None,
     head_shares: Sequence[int] | None = None,
     grid: tuple[int, int] | None = None,
+    return_lse: bool = False,
     config: TreeConfig | None = None,
-) -> Tensor:
+) -> Tensor | State:
     """Exact causal attention of a chunk of a prompt over a cache, both sharded. Collective; no gradients.
 
     Args:
@@ -86,7 +87,7 @@ def tree_prefill(
             cache is long, (1, ranks) while there are few keys. None: one of these, the second if there are key_segments
             for every rank.
         Others as in `tree_decode`; comm_dtype of config is used as well.
-    Returns: out [b, n, h, d_v] in q's dtype.
+    Returns: out [b, n, h, d_v] in q's dtype; with return_lse also lse [b, h, n].
     Raises: as `tree_decode`.
     Source: Tree Attention's reduction (arXiv 2408.04093) on a grid (docs/design.md, section 3).
     """
@@ -148,7 +149,7 @@ def tree_prefill(
         out, lse = prefill.run(q, cache, ranks, chunk, backend, expand, selected)
         if sinks is not None:
             out, lse = merge_sinks(out, lse, sinks)
-    return out.to(q.dtype)
+    return (out.to(q.dtype), lse) if return_lse else out.to(q.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -162,7 +162,7 @@ def tree_select_prefill(
     ranks = comm.Ranks.of(cp_group, index_q.device, config)
     with ranks.call("tree_select_prefill") as call:
         check_index(index_q, index_weights, index_k, topk, softmax_scale, cached=True)
-        shares, segments = check_runs(shares), _in_blocks(check_segments(key_segments), block_size)
+        shares, segments = check_runs(shares), segments_of_blocks(check_segments(key_segments), block_size)
         chunk = PromptChunk(ranks.rank, shares, segments, None, None)
         b, n, h, d = index_q.shape
         runs = shares[0] if len(shares) == 1 else shares[chunk.rank]
@@ -232,7 +232,7 @@ def tokens_after_blocks(positions: Tensor, size: int) -> Tensor:
     return tokens.masked_fill(tokens > positions, -1)
 
 
-def _in_blocks(segments: list[list[Segment]], size: int) -> list[list[Segment]]:
+def segments_of_blocks(segments: list[list[Segment]], size: int) -> list[list[Segment]]:
     """Segments of tokens as segments of complete blocks: a rank holds whole ones, but for the sequence's last."""
     return [
         [Segment(s.row // size, s.pos // size, (s.pos + s.length) // size - s.pos // size) for s in of_rank]

@@ -18,7 +18,14 @@ from torch import Tensor
 
 from ..attention.decode import DecodeOptions, DecodeStep
 from ..attention.prefill import tree_prefill, why_not
-from ..attention.selection import Blocks, tokens_after_blocks, tokens_of_blocks, tree_select, tree_select_prefill
+from ..attention.selection import (
+    Blocks,
+    segments_of_blocks,
+    tokens_after_blocks,
+    tokens_of_blocks,
+    tree_select,
+    tree_select_prefill,
+)
 from ..attention.shares import slice_of
 from ..comm import Ranks
 from ..config import TreeConfig
@@ -65,12 +72,12 @@ class StepAttention:
                 f"attention_mask {list(visible.shape)} must cover all {forward.end} slots: "
                 f"{forward.append.first[0]} in the cache and {num_queries} new ones"
             )
-        k, v, head_dim_v, projection = pages.k, pages.v, None, None
+        k, v, head_dim_v, projection = pages.k, pages.v, pages.head_dim_v, None
         if latent is not None:
             # most of the keys are new: as many are made as there are queries
             expands = self._head_shares is None and forward.end <= 2 * num_queries
             if expands and latent.pays_to_expand(num_queries):
-                k, v = latent.expand(self._entries(forward, layer, q.dtype))
+                (k, v), head_dim_v = latent.expand(self._entries(forward, layer, q.dtype)), None
             else:
                 q, projection, v, head_dim_v = latent.absorb(q), latent.values, None, latent.rank
                 k = pages.k if pages.joined else self._entries(forward, layer, q.dtype)
@@ -105,7 +112,7 @@ class StepAttention:
         *,
         sinks: Tensor | None = None,
         **options,
-    ) -> Tensor:
+    ) -> State:
         """`attend` to the selected keys only."""
         options |= {"head_shares": self._head_shares, "schedule": self._schedule}
         options = DecodeOptions(Ranks.of(forward.cp_group, q.device, config), **options)
@@ -131,7 +138,7 @@ class StepAttention:
         """Positions of queries and keys where lengths don't say what is seen; by_position: a window or slopes."""
         if forward.append.num_tokens == 1 and visible is None and not by_position:
             return {}
-        positions, queries = view.positions, forward.new_positions(view.lengths.device)
+        positions, queries = view.positions, view.last_seen(forward.new_positions(view.lengths.device))
         if forward.packed is not None:  # padding sees nothing
             queries = queries.where(forward.packed.inside, -1)
         if visible is not None:
@@ -171,14 +178,17 @@ class PrefillAttention:
         self._agreed: set[TreeConfig] = set()
 
     def select(self, layer: int, view: View, index: Index, *, shares, config: TreeConfig) -> Selection:
-        """Positions of the keys that this rank's queries select. All ranks' index keys are gathered. Collective."""
-        store = self._store
+        """Positions of the keys, or numbers of the blocks, that this rank's queries select. Collective."""
+        store, size = self._store, max(index.block_size, view.block_size)
         segments = store.key_segments(self._append, store.kind_of[layer], of_all_ranks=True, by_position=True)
         local = sum(segment.length for segment in segments[store.book.rank])
-        keys = store.layers[layer].index_row(view.block_table, 0, local)[index.block_size - 1 :: index.block_size]
+        keys = store.layers[layer].index_row(view.block_table, 0, local // view.block_size)
+        keys = keys[index.block_size - 1 :: index.block_size]
         options = index.options | {"cp_group": self._cp_group, "config": config}
-        where = {"shares": shares, "key_segments": segments, "block_size": index.block_size}
+        where = {"shares": shares, "key_segments": segments, "block_size": size}
         positions = tree_select_prefill(index.q, index.weights, keys[None], **options, **where)
+        if view.block_size > 1:  # numbers of blocks, from their first tokens
+            positions = positions[..., : 1 - size : size] // size
         return Selection(positions, positions.shape[-1])
 
     def attend(
@@ -192,8 +202,8 @@ class PrefillAttention:
         shares,
         config,
         **options,
-    ) -> Tensor:
-        """[1, n, h, d_v] of this rank's queries [1, n, h, d]. Collective.
+    ) -> State:
+        """([1, n, h, d_v], lse [1, h, n]) of this rank's queries [1, n, h, d]. Collective.
 
         num_heads: query heads of all ranks. shares, options: see `tree_prefill`.
         """
@@ -201,15 +211,31 @@ class PrefillAttention:
         grid, expands = self._plan(layer, q, latent, num_heads, config)
         gathers_keys = grid[1] > 1  # else a rank need not know the keys of others
         by_position = any(options.get(name) is not None for name in _BY_POSITION) or config.deterministic == "ranks"
+        by_position = by_position or view.block_size > 1
         segments = store.key_segments(self._append, kind, of_all_ranks=gathers_keys, by_position=by_position)
+        if view.block_size > 1:
+            segments = segments_of_blocks(segments if gathers_keys else [segments], view.block_size)
+            segments = segments if gathers_keys else segments[0]
+            if options.get("selected") is None:
+                options["selected"] = self._complete_blocks(view, shares, q.device)
         local = segments[store.book.rank] if gathers_keys else segments
         k, v = store.layers[layer].row(view.block_table, 0, sum(segment.length for segment in local), q.dtype)
         options |= {"cp_group": self._cp_group, "config": config, "shares": shares}
-        options |= {"key_segments": segments, "grid": grid}
+        options |= {"key_segments": segments, "grid": grid, "return_lse": True}
         if latent is None:
-            return tree_prefill(q, k, v, **options)
+            return tree_prefill(q, k, v, head_dim_v=store.layers[layer].head_dim_v, **options)
         q, of_latents, finish = latent.prepare(q, expands=expands)
-        return finish(tree_prefill(q, k, v, **of_latents, **options))
+        out, lse = tree_prefill(q, k, v, **of_latents, **options)
+        return finish(out), lse
+
+    def _complete_blocks(self, view: View, shares, device) -> Tensor:
+        """int32 [1, n, m]: numbers of the blocks that this rank's queries see, all that end up to them."""
+        runs = shares[0] if len(shares) == 1 else shares[self._store.book.rank]
+        queries = [position for first, count in runs for position in range(first, first + count)]
+        last = view.last_seen(on_device(torch.tensor(queries, dtype=torch.int64), device))[:, None]
+        end = self._append.first[0] + self._append.num_tokens
+        numbers = torch.arange(end // view.block_size, dtype=torch.int32, device=device)
+        return torch.where(numbers <= last, numbers, -1)[None]
 
     def _plan(
         self, layer: int, q: Tensor, latent: LatentHeads | None, num_heads: int, config: TreeConfig
@@ -222,7 +248,8 @@ class PrefillAttention:
                 call.agree(config=config, topology=ranks.fingerprint)
                 network = ranks.network_of_memory
             self._agreed.add(config)
-        network, num_keys = ranks.network_of_memory, store.book.num_visible(append, store.kind_of[layer])
+        kind, network = store.kind_of[layer], ranks.network_of_memory
+        num_keys = store.book.num_visible(append, kind) // store.block_sizes[kind]
         shares_heads = append.shares is None  # the queries' heads are sharded, not their tokens
         num_heads_kv, world, sizes, expands = pages.k.shape[2], store.book.world, [], {}
         numbers = sum(x[0, 0].numel() for x in (pages.k, pages.v) if x is not None)  # of a token
@@ -236,7 +263,7 @@ class PrefillAttention:
                 and (q.device.type in ACCELERATORS or latent.pays_to_expand(meeting))
             )
             if latent is None:
-                head_dims = q.shape[-1], numbers // num_heads_kv - q.shape[-1]
+                head_dims = q.shape[-1], pages.head_dim_v or numbers // num_heads_kv - q.shape[-1]
             else:
                 head_dims = (q.shape[-1], latent.head_dim_v) if expands[a, b] else (numbers, latent.rank)
             size = chunk_sizes(
@@ -295,7 +322,7 @@ def select_in_step(forward, layer: int, index: Index, visible: Tensor | None, co
     """The slots of this rank among the keys that each query selects; forward: the pass, for its rows and views."""
     pages, view = forward.store.layers[layer], forward.views[forward.store.kind_of[layer]]
     size, last = index.block_size, slice(index.block_size - 1, None, index.block_size)
-    positions, queries = view.positions, forward.new_positions(view.lengths.device)
+    positions, queries = view.positions, view.last_seen(forward.new_positions(view.lengths.device))
     if forward.packed is not None:  # padding selects nothing
         queries = queries.where(forward.packed.inside, -1)
     if visible is not None:
@@ -309,7 +336,7 @@ def select_in_step(forward, layer: int, index: Index, visible: Tensor | None, co
         cache_positions=positions[:, last],
         cache_seqlens=view.lengths // size,
         block_table=view.block_table,
-        max_seqlen=forward.end // size,
+        max_seqlen=forward.end // (view.block_size * size),
         config=config,
     )
     if index.blocks is not None:
@@ -330,16 +357,17 @@ def _slots_of(positions: Tensor, view: View) -> Tensor:
 
 def attend_in_step(
     forward, layer: int, q: Tensor, selection: Selection, latent: LatentHeads | None, step: DecodeStep, options, sinks
-) -> Tensor:
-    """[b, n, h, d_v] of queries [b, n, h, d], which attend to the slots of `select_in_step`; options: of the call."""
+) -> State:
+    """([b, n, h, d_v], lse [b, h, n]) of queries [b, n, h, d], which attend to the slots of `select_in_step`; options:
+    of the call."""
     pages, view = forward.store.layers[layer], forward.views[forward.store.kind_of[layer]]
     if latent is None:
         cache = pages.kv_cache(view.block_table, lengths=view.lengths, selected=selection.keys)
-        return step.decode(q, cache, options, sinks=sinks)[0]
+        return step.decode(q, cache, options, sinks=sinks)
     absorbed, call = latent.absorb(q), dict(sinks=sinks, projection=latent.values)
     if pages.joined:
         cache = KVCache(pages.k, None, head_dim_v=latent.rank, lengths=view.lengths, block_table=view.block_table)
-        return step.decode(absorbed, cache._replace(selected=selection.keys), options, **call)[0]
+        return step.decode(absorbed, cache._replace(selected=selection.keys), options, **call)
     size, parts = pages.page_size, []
     strip = max(1, GATHERED // (len(q) * selection.most * absorbed.shape[-1]))  # the same on all ranks
     for i in range(0, q.shape[1], strip):
@@ -349,6 +377,7 @@ def attend_in_step(
         page = view.block_table.gather(1, (slots // size).flatten(1)).view_as(slots)
         entries = pages.entries(page.long() * size + slots % size, q.dtype).flatten(0, 1)
         cache = KVCache(entries, None, head_dim_v=latent.rank, lengths=counts.flatten())
-        out, _ = step.decode(absorbed[:, i : i + strip].flatten(0, 1)[:, None], cache, options, **call)
-        parts.append(out[:, 0].unflatten(0, (len(q), -1)))
-    return torch.cat(parts, 1)
+        out, lse = step.decode(absorbed[:, i : i + strip].flatten(0, 1)[:, None], cache, options, **call)
+        parts.append((out[:, 0].unflatten(0, (len(q), -1)), lse[..., 0].unflatten(0, (len(q), -1)).mT))
+    outs, lses = zip(*parts)
+    return torch.cat(outs, 1), torch.cat(lses, -1)

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention.shares import HeadsForTokens, count_tokens, shares_by_rank
@@ -126,7 +127,7 @@ class ForwardPass:
         """Store a layer's new keys and values, positions already applied.
 
         k [b, n, h_kv, d], v [b, n, h_kv, d_v]: the new tokens of each row; in a sharded prefill this rank's share of
-        the one row's, or one token if it has none.
+        the one row's, or one token if it has none. Of a layer of blocks [1, m, ...], those of `ends_of_blocks`.
         """
         kind = self.store.kind_of[layer]
         self.written.add(layer)
@@ -137,6 +138,10 @@ class ForwardPass:
         self.store.write(layer, self.append, k, v)
         if kind not in self.views:
             self.views[kind] = self.store.view(kind, self.append.rows, k.device)
+
+    def ends_of_blocks(self, layer: int, device: torch.device) -> Tensor:
+        """int64 [m]: which of the new tokens that this rank runs, row by row, complete a block that it stores."""
+        return self.store.places(self.append, self.store.kind_of[layer], device)[0]
 
     def select(
         self,
@@ -167,7 +172,24 @@ class ForwardPass:
         shares = shares or [[(self.append.first[0], local)]]
         return self._prefill.select(layer, view, index, shares=shares, config=config)
 
-    def attend(
+    def attend(self, layer: int, q: Tensor, *, beside: State | None = None, **options) -> Tensor:
+        """Attend to all that the ranks hold of the rows, the new tokens among it. Collective over cp_group.
+
+        Args:
+            q: [b, n, h, d]: the new tokens of each row, or this rank's share of them, see `write`. With head_shares
+                of this rank's heads; so are the result, sinks and latent.
+            beside: the state of other keys that these queries see, which is merged into the result.
+            options: of `state_of`.
+        Returns: [b, n, h, d_v] in q's dtype.
+        Raises: as `state_of`.
+        """
+        state = self.state_of(layer, q, **options)
+        out = state[0] if beside is None else merged(state, beside)
+        if self._progress is not None:
+            self._progress(len(self.written), len(self.store.layers))
+        return out if self.packed is None else self.packed.pack(out)
+
+    def state_of(
         self,
         layer: int,
         q: Tensor,
@@ -175,25 +197,20 @@ class ForwardPass:
         latent: LatentHeads | None = None,
         selected: Selection | None = None,
         visible: Tensor | None = None,
-        beside: State | None = None,
         config: TreeConfig | None = None,
         **options,
-    ) -> Tensor:
-        """Attend to all that the ranks hold of the rows, the new tokens among it. Collective over cp_group.
+    ) -> State:
+        """The result of `attend` before it is merged and packed: out [b, n, h, d_v] in q's dtype, and lse [b, h, n], or
+        None in a sharded prefill with several head groups.
 
         Args:
-            q: [b, n, h, d]: the new tokens of each row, or this rank's share of them, see `write`. With head_shares
-                of this rank's heads; so are the result, sinks and latent.
             latent: how these heads read the cache, where it holds latents; with q of all heads how all of them do.
             selected: the keys that queries see, if not all.
             visible: bool [b, tokens], tokens of a row up to the end of this pass: False hides one (padding). All rows
                 have the same length then.
-            beside: the state of other keys that these queries see, which is merged into the result. All ranks have all
-                new tokens then.
             config: see `tree_decode`. options: softmax_scale, window_size, softcap, sinks, alibi_slopes of all
                 heads of cp_group, and attention_chunk_size: a query sees its own chunk of so many tokens only, counted
                 from the first visible one.
-        Returns: [b, n, h, d_v] in q's dtype.
         Raises: ValueError as `tree_decode`, and for `visible` of another size or in a sharded prefill.
         """
         config = config or self._default_config
@@ -208,24 +225,19 @@ class ForwardPass:
         if selected is not None and (self.shares is not None or is_prefill):
             options["selected"] = selected.keys
         if self.shares is not None:
-            out = self._attend_share(layer, q, latent, visible, config, **options)
-        elif beside is None and is_prefill:
+            return self._attend_share(layer, q, latent, visible, config, **options)
+        if is_prefill:
             view, shares = self.views[self.store.kind_of[layer]], [[(self.append.first[0], q.shape[1])]]
             num_heads = q.shape[2] if self.head_shares is None else sum(self.head_shares)
             options |= {} if self.head_shares is None else {"head_shares": self.head_shares}
-            out = self._prefill.attend(layer, view, q, latent, num_heads, shares=shares, config=config, **options)
-        elif selected is not None:
-            out = self._step.attend_selected(self, layer, q, selected, latent, config, **options)
-        else:
-            state = self._step.attend(self, layer, q, latent, visible, config, **options)
-            out = state[0] if beside is None else merged(state, beside)
-        if self._progress is not None:
-            self._progress(len(self.written), len(self.store.layers))
-        return out if self.packed is None else self.packed.pack(out)
+            return self._prefill.attend(layer, view, q, latent, num_heads, shares=shares, config=config, **options)
+        if selected is not None:
+            return self._step.attend_selected(self, layer, q, selected, latent, config, **options)
+        return self._step.attend(self, layer, q, latent, visible, config, **options)
 
     def _attend_share(
         self, layer: int, q: Tensor, latent, visible, config: TreeConfig, *, sinks: Tensor | None = None, **options
-    ) -> Tensor:
+    ) -> State:
         """This rank's tokens of one row; with several head groups, the group's heads of all tokens at this place."""
         if visible is not None:
             raise ValueError("attention_mask: a sequence-sharded prefill takes prompts without padding only")
@@ -234,10 +246,11 @@ class ForwardPass:
             q, sinks = exchange.to_heads(q), None if sinks is None else exchange.own_heads(sinks, 0)
         view, local = self.views[self.store.kind_of[layer]], count_tokens(shares[self.store.book.rank])
         options |= {"shares": shares, "config": config, "sinks": sinks}
-        out = self._prefill.attend(layer, view, q[:, :local], latent, q.shape[2], **options)
+        out, lse = self._prefill.attend(layer, view, q[:, :local], latent, q.shape[2], **options)
         if exchange is not None:
-            return exchange.to_tokens(out, num_rows=num_rows)
-        return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, num_rows - local))  # a rank without tokens still runs one
+            return exchange.to_tokens(out, num_rows=num_rows), None
+        out = F.pad(out, (0, 0, 0, 0, 0, num_rows - local))  # a rank without tokens still runs one
+        return out, F.pad(lse, (0, num_rows - local))
 
 
 class PackedRows:

@@ -40,6 +40,7 @@ class LayerPages:
         stored: torch.int8, torch.float8_e4m3fn, or None for the dtype of the keys.
         latent: the keys are latents and the values rotary keys, of one head. Attention takes both together as a key,
             whose first part is the value, so they lie side by side in one tensor; in 8 bits in two, for their scales.
+            Or the values have no numbers: a key is its value.
     """
 
     def __init__(self, page_size: int, stored: torch.dtype | None = None, *, latent: bool = False):
@@ -132,6 +133,11 @@ class LayerPages:
             self.k.flatten(0, 1)[slots], self.v.flatten(0, 1)[slots] = k, v
 
     @property
+    def head_dim_v(self) -> int | None:
+        """As of `KVCache`: how many numbers of a key are its value, all of them, where there are no values."""
+        return self.k.shape[3] if self.joined else None
+
+    @property
     def joined(self) -> bool:
         """Whether `k` holds both, and `v` nothing."""
         return self.latent and self.stored is None
@@ -175,8 +181,7 @@ class LayerPages:
 
     def kv_cache(self, block_table: Tensor, **fields) -> KVCache:
         """The rows of a block table as the kernels take them; fields: others of `KVCache`."""
-        v = None if self.joined else self.v
-        return KVCache(self.k, v, self.k_scale, self.v_scale, block_table=block_table, **fields)
+        return KVCache(self.k, self.v, self.k_scale, self.v_scale, self.head_dim_v, block_table=block_table, **fields)
 
     def row(self, block_table: Tensor, row: int, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """The first `length` tokens of a row: k [1, length, h_kv, d], v [1, length, h_kv, d_v] in dtype.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,8 @@ class View:
     indices: Tensor
     """int64 [b, pages]: each page's index in its row."""
     page_size: int
+    """Entries of a page: tokens, or blocks of `block_size` tokens. Lengths and positions count these, too."""
+    block_size: int = 1
     shared: tuple[SharedPages, ...] = ()
     """What some of the rows begin with on this rank, where reading it once for all of them is worth it,"""
     rest: View | None = None
@@ -40,6 +43,10 @@ class View:
         """int64 [b, pages * page_size]: the tokens' positions in the row."""
         within = torch.arange(self.page_size, device=self.indices.device)
         return (self.indices[..., None] * self.page_size + within).flatten(1)
+
+    def last_seen(self, positions: Tensor) -> Tensor:
+        """The last entry that queries at these positions see, int64: a block once it is complete; -1: none."""
+        return positions if self.block_size == 1 else (positions + 1) // self.block_size - 1
 
 
 class RowTables:
@@ -74,17 +81,20 @@ class ShardedCache:
 
     Args:
         windows: for every layer, how many of the last tokens a query sees, including its own; None: all.
+        block_sizes: for every layer, of how many tokens a block is that has one key, which is its value, too, in the
+            model's dtype. It lies where the block's tokens do: in a page of all layers, on one rank. Default: 1.
         rank, world: this rank's number in the group, and the group's size.
         page_size: tokens of a page.
         dtype: "auto" (that of the keys), "int8" or "fp8" (e4m3), the last two with a scale per token and head.
         latent: the keys are latents, the values rotary keys; see `LayerPages`.
-    Raises: ValueError for sizes below 1 or an unknown dtype.
+    Raises: ValueError for sizes below 1, blocks that do not divide a page, or an unknown dtype.
     """
 
     def __init__(
         self,
         windows: list[int | None],
         *,
+        block_sizes: list[int] | None = None,
         rank: int = 0,
         world: int = 1,
         page_size: int = 16,
@@ -93,10 +103,21 @@ class ShardedCache:
     ):
         if dtype not in CACHE_DTYPES:
             raise ValueError(f"dtype={dtype!r} must be one of {', '.join(CACHE_DTYPES)}")
-        kinds = list(dict.fromkeys(windows))
-        self.kind_of = [kinds.index(window) for window in windows]
-        self.book = RowBook(rank, world, page_size, tuple(kinds))
-        self.layers = [LayerPages(page_size, CACHE_DTYPES[dtype], latent=latent) for _ in windows]
+        layers = list(zip(windows, block_sizes or [1] * len(windows), strict=True))
+        kinds = list(dict.fromkeys(layers))
+        self.kind_of = [kinds.index(layer) for layer in layers]
+        self.block_sizes = [size for _, size in kinds]
+        """By kind."""
+        self.book = RowBook(rank, world, page_size, tuple([window for window, _ in kinds]))
+        if odd := [size for size in self.block_sizes if page_size % size]:
+            raise ValueError(
+                f"page_size={page_size}: layers have one key for each block of {odd[0]} tokens, which have to divide "
+                f"it: choose {math.lcm(*self.block_sizes)}, or a multiple of it"
+            )
+        of_tokens = {"stored": CACHE_DTYPES[dtype], "latent": latent}
+        self.layers = [
+            LayerPages(page_size // size, **of_tokens if size == 1 else {"latent": True}) for _, size in layers
+        ]
         self._tables: dict[int, list[RowTables]] = {}  # by kind: of the last views
         self._shared: dict[int, tuple] = {}  # and what the rows of the last one begin with
         self._nobodys: dict[int, int] = {}  # by kind: a page that no row has
@@ -119,11 +140,11 @@ class ShardedCache:
         """Store this rank's part of the new tokens.
 
         k [b, n, h_kv, d], v [b, n, h_kv, d_v]: the new tokens of the append's rows, in its order. Sharded: this rank's
-        tokens of the one row, at the front of n; the rest is ignored.
+        tokens of the one row, at the front of n; the rest is ignored. Or [1, m, ...] of the `places` alone.
         """
         pages, kind, device = self.layers[layer], self.kind_of[layer], k.device
         pages.reserve(self.book.numbers[kind].capacity, k, v)
-        tokens, slots = self._places(append, kind, device)
+        tokens, slots = self.places(append, kind, device)
         if tokens.shape[0]:
             k, v = k.flatten(0, 1), v.flatten(0, 1)
             if tokens.shape[0] < k.shape[0]:  # in ascending order
@@ -134,9 +155,11 @@ class ShardedCache:
         """Store this rank's part of the new tokens' index keys [b, n, d_i], after `write`, as there."""
         pages, kind = self.layers[layer], self.kind_of[layer]
         pages.reserve_index(index_k)
-        tokens, slots = self._places(append, kind, index_k.device)
+        tokens, slots = self.places(append, kind, index_k.device)
         if tokens.shape[0]:
-            pages.put(slots, {"index_k": index_k.flatten(0, 1)[tokens, None]})
+            index_k = index_k.flatten(0, 1)
+            index_k = index_k[tokens] if tokens.shape[0] < index_k.shape[0] else index_k
+            pages.put(slots, {"index_k": index_k[:, None]})
 
     def finish_blocks(self, layer: int, append: Append, positions: Tensor, blocks: Blocks) -> None:
         """Put the keys of blocks that the new tokens complete in the places of their last tokens' index keys.
@@ -144,7 +167,7 @@ class ShardedCache:
         positions: int64 [b, n] of the new tokens, as in `write_index`.
         """
         pages, kind = self.layers[layer], self.kind_of[layer]
-        tokens, slots = self._places(append, kind, positions.device)
+        tokens, slots = self.places(append, kind, positions.device)
         if not tokens.shape[0]:
             return
         completes = slots % blocks.size == blocks.size - 1
@@ -154,10 +177,14 @@ class ShardedCache:
         keys = blocks.key(raw[None], positions.flatten()[tokens] + 1 - blocks.size)
         pages.put(slots, {"index_k": keys[0, :, None]})
 
-    def _places(self, append: Append, kind: int, device) -> tuple[Tensor, Tensor]:
-        """(numbers of the tokens to store, their slots), int64 [n]; made once for all layers of a kind."""
+    def places(self, append: Append, kind: int, device) -> tuple[Tensor, Tensor]:
+        """(numbers of the new tokens to store, or of those that complete a block to store, their slots), int64 [n];
+        made once for all layers of a kind."""
         if (kind, device) not in append.places:
-            numbers = torch.tensor(self.book.places(append, kind), dtype=torch.int64)
+            numbers, size = torch.tensor(self.book.places(append, kind), dtype=torch.int64), self.block_sizes[kind]
+            if size > 1:
+                tokens, slots = numbers[:, numbers[1] % size == size - 1]
+                numbers = torch.stack((tokens, slots // size))
             append.places[kind, device] = on_device(numbers, device).unbind()
         return append.places[kind, device]
 
@@ -178,34 +205,36 @@ class ShardedCache:
         return sum(pages.moves for pages in self.layers)
 
     def kept(self, append: Append, kind: int) -> tuple[Tensor, Tensor]:
-        """The tokens of an append of one row that this rank stores: (positions in the row, slots), int64 [n] each."""
-        tokens, slots = self._places(append, kind, "cpu")
-        return append.first[0] + tokens, slots
+        """The tokens, or blocks, of an append of one row that this rank stores: (positions in the row, or numbers of
+        blocks, slots), int64 [n] each."""
+        tokens, slots = self.places(append, kind, "cpu")
+        return (append.first[0] + tokens) // self.block_sizes[kind], slots
 
     def runs(self, kind: int, row_id: int, first: int = 0) -> list[tuple[int, int, int]]:
-        """This rank's tokens of a row from position `first` on, as runs (position, slot, count) in ascending order."""
-        row, size, runs = self.book.rows[row_id], self.page_size, []
+        """This rank's tokens of a row from position `first` on, or complete blocks, as runs (position, slot, count) in
+        ascending order."""
+        row, size, runs, block = self.book.rows[row_id], self.page_size, [], self.block_sizes[kind]
         for i, page in zip(row.indices[kind], row.pages[kind], strict=True):
-            start, stop = max(first, i * size), min(row.length, (i + 1) * size)
+            start, stop = max(first, i * size) // block, min(row.length, (i + 1) * size) // block
             if start < stop:
-                runs.append((start, page * size + start - i * size, stop - start))
+                runs.append((start, (page - i) * size // block + start, stop - start))
         return runs
 
     def view(self, kind: int, row_ids, device) -> View:
         """Where the kernels find these rows, for layers of a kind; the block table has at least one column."""
-        row_ids, rows = tuple(row_ids), [self.book.rows[row_id] for row_id in row_ids]
-        held = [row.local[kind] for row in rows]
-        lengths, width = on_device(torch.tensor(held), device), max(1, -(-max(held) // self.page_size))
+        row_ids, rows, block = tuple(row_ids), [self.book.rows[row_id] for row_id in row_ids], self.block_sizes[kind]
+        held, size = [row.local[kind] for row in rows], self.page_size // block
+        lengths, width = on_device(torch.tensor(held) // block, device), max(1, -(-max(held) // self.page_size))
         tables = self._tables_of(kind, row_ids, width, device)
         self.fill(tables, kind, row_ids)
         pages, indices = tables.pages[:, :width], tables.indices[:, :width]
         firsts = [row.pages[kind][0] for row in rows if row.pages[kind]]
         if self.book.windows[kind] is not None or len(set(firsts)) == len(firsts):
-            return View(pages, lengths, indices, self.page_size)
+            return View(pages, lengths, indices, size, block)
         state = row_ids, device, [row.version for row in rows]
         shared, skipped, tables = self._beginnings(kind, rows, held, state, [pages, indices])
-        rest = View(tables[0], lengths - skipped * self.page_size, tables[1], self.page_size) if shared else None
-        return View(pages, lengths, indices, self.page_size, shared, rest)
+        rest = View(tables[0], lengths - skipped * size, tables[1], size, block) if shared else None
+        return View(pages, lengths, indices, size, block, shared, rest)
 
     def fill(self, tables: RowTables, kind: int, row_ids) -> None:
         """Bring tables of these rows, wide enough for the longest, up to date: a few rows begin a page in a step."""
@@ -293,8 +322,8 @@ class ShardedCache:
             pages.reset()
 
     def num_local(self, kind: int = 0) -> int:
-        """Tokens of all rows that this rank holds for layers of a kind."""
-        return sum(row.local[kind] for row in self.book.rows.values())
+        """Tokens of all rows, or complete blocks, that this rank holds for layers of a kind."""
+        return sum(row.local[kind] // self.block_sizes[kind] for row in self.book.rows.values())
 
     @property
     def nbytes(self) -> int:
@@ -305,9 +334,9 @@ class ShardedCache:
     @property
     def used_bytes(self) -> int:
         """Bytes of the pages and recurrent states that rows use on this rank; what several share counts once."""
-        used = [numbers.used * self.page_size for numbers in self.book.numbers]
-        pages = sum(used[kind] * layer.bytes_of_a_token for kind, layer in zip(self.kind_of, self.layers, strict=True))
-        return pages + self.state_bytes
+        used = [numbers.used for numbers in self.book.numbers]
+        layers = zip(self.kind_of, self.layers, strict=True)
+        return self.state_bytes + sum(used[kind] * x.page_size * x.bytes_of_a_token for kind, x in layers)
 
     @property
     def state_bytes(self) -> int:

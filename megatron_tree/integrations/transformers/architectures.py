@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from .families import shared_keys
+from .families import compressed, shared_keys
 from .families.modeling import INSTEAD, model_class
 from .families.table import families_of
 
@@ -40,7 +40,10 @@ class LayerKind(NamedTuple):
     window: int | None = None
     """How many of the last keys a query sees, itself included; None: all."""
     num_states: int = 0
-    """Recurrent states: of a convolution, of a state-space model or of linear attention."""
+    """Recurrent states: of a convolution, of a state-space model or of linear attention; of a compressor the last
+    tokens."""
+    block_size: int = 0
+    """Tokens of a compressed block: queries see keys of blocks beside those of the window; 0: there are none."""
     source: int | None = None
     """The earlier layer whose keys and values it attends to instead of its own."""
 
@@ -82,12 +85,14 @@ def layers_of(config) -> list[LayerKind]:
     if ngrams := getattr(text, "ple_layer_ids", None):  # other layers have no states of n-grams
         states = [n if i + 1 in ngrams else min(n, 1) for i, n in enumerate(states)]
     windows = [None if kind == "chunked_attention" else x.get("sliding_window") for kind, x in zip(kinds, options)]
-    if text.model_type == "deepseek_v4":  # of all layers, whose caches are of classes of their own
+    attending, sizes = {*LAYER_TYPES, *BOTH_TYPES, *own}, [0] * len(kinds)
+    if text.model_type == "deepseek_v4":  # whose layers' caches are of classes of their own
         windows = [text.sliding_window] * len(kinds)
-    attending = {*LAYER_TYPES, *BOTH_TYPES, *own}
+        sizes = [text.compress_rates.get(kind, 0) for kind in kinds]
+        states = [compressed.NUM_STATES.get(kind, 0) for kind in kinds]
     layers = [
-        LayerKind(kind in attending, window, num_states)
-        for kind, window, num_states in zip(kinds, windows, states, strict=True)
+        LayerKind(kind in attending, window, num_states, size)
+        for kind, window, num_states, size in zip(kinds, windows, states, sizes, strict=True)
     ]
     for i, source in sources.items():
         layers[i] = LayerKind(attends=False, window=layers[source].window, source=source)
@@ -102,9 +107,9 @@ def _unknown_layers(name: str, reason: str) -> ValueError:
 
 
 def num_heads_kv(config) -> int:
-    """KV heads of a text model's attention; 1 where it keeps latents."""
+    """KV heads of a text model's attention; 1 where it keeps latents, or keys that are values, too."""
     config = config.per_layer_config[0]  # all but dots3_note have the same in every layer
-    if getattr(config, "kv_lora_rank", None) is not None:
+    if getattr(config, "kv_lora_rank", None) is not None or config.model_type == "deepseek_v4":
         return 1
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
@@ -128,11 +133,6 @@ def check_cached(config) -> None:
         raise ValueError(
             f"{type(text).__name__} has two attention calls for one cache update (differential attention); TreeCache "
             f"does not support it, only training on shards. {INSTEAD}"
-        )
-    if text.model_type == "deepseek_v4":
-        raise ValueError(
-            f"{type(text).__name__} has keys of compressed blocks of tokens beside those of a window, which TreeCache "
-            f"does not keep: it supports only training on shards. {INSTEAD}"
         )
     if not any(layer.attends for layer in layers_of(config)):
         raise ValueError(f"{type(text).__name__} has no attention layers: TreeCache has nothing to share. {INSTEAD}")

@@ -88,7 +88,7 @@ def tree_attention(
     if isinstance(attention_mask, IndexMask | BlockMask):
         attention_mask = attention_mask.mask
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    if family == "compressed":
+    if family == "compressed" and update is None:
         return compressed.attend(module, q, k, v, attention_mask, options).contiguous(), None
     if isinstance(attention_mask, SequenceShard):
         if update is not None:
@@ -104,7 +104,10 @@ def tree_attention(
     if update is None:
         _check_not_running(module, running)
         return _attention_without_cache(module, q, k, v, attention_mask, options).contiguous(), None
-    _check_update(module, key, value, update, sliding_window)
+    if family == "compressed":  # its layers' code is known (compressed.READ)
+        beside = compressed.state_of_blocks(q, options)
+    else:
+        _check_update(module, key, value, update, sliding_window)
     cache = update.cache
     forward = update.forward
     if family == "chunked":

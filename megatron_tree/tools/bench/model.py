@@ -50,6 +50,8 @@ def cache_shape(config) -> tuple[int, int, int]:
     text, families = config.get_text_config(decoder=True), families_of(config)
     if "recurrent" in families:
         raise ValueError(f"{type(text).__name__} has recurrent layers: a synthetic cache is not supported, prefill it")
+    if "compressed" in families:
+        raise ValueError(f"{type(text).__name__} caches keys of blocks of tokens: a synthetic cache is not supported")
     if "latent" in families:
         raise ValueError(f"{type(text).__name__} caches latents: a synthetic cache is not supported, prefill it")
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

@@ -87,12 +87,13 @@ def _check_used(mixer: nn.Module, needed: Collection[str], run: RecurrentRun) ->
 
 def follow_passes(model: nn.Module) -> list[int]:
     """Make the recurrent layers of a model run in the `RecurrentPass` of the moment; a second call changes nothing.
-    Returns their numbers: those of layers whose functions can be wrapped."""
+    Returns their numbers: those of layers whose functions can be wrapped, and of compressors (compressed.py)."""
     mixers = wrap_mixers(model)
     if not getattr(model, "follows_passes", False):
         model.follows_passes = True
         MixerRuns(mixers, _begin_in_pass, _end_in_pass)
-    return sorted(mixer.layer_idx for mixer in mixers)
+    compressing = [i for i, layer in enumerate(layers_of(model.config)) if layer.block_size]
+    return sorted([*compressing, *(mixer.layer_idx for mixer in mixers)])
 
 
 def _begin_in_pass(mixer: nn.Module, args, kwargs) -> RecurrentRun | None:
@@ -109,7 +110,7 @@ def find_mixers(model) -> dict[nn.Module, frozenset[str]]:
 
     Raises: ValueError unless they are those of the configuration.
     """
-    expected = {i for i, layer in enumerate(layers_of(model.config)) if layer.num_states}
+    expected = {i for i, layer in enumerate(layers_of(model.config)) if layer.num_states and not layer.block_size}
     mixers = wrap_mixers(model)
     if expected != {mixer.layer_idx for mixer in mixers} or len(expected) != len(mixers):
         raise ValueError(

@@ -112,8 +112,10 @@ class TreeCache(Cache):
     Args:
         config: the model's configuration (or that of its text part); it gives the number and kinds of layers.
         cp_group: process group, or 1-D DeviceMesh, over which the tokens are spread; None = this rank holds them all.
-        page_size: tokens of a page: neighbouring tokens on one rank. On GPUs 16, 32, 64, 128 or 256.
-        dtype: "auto" (the model's), "int8" or "fp8", with a scale for each token and head.
+        page_size: tokens of a page: neighbouring tokens on one rank. On GPUs 16, 32, 64, 128 or 256; blocks of tokens
+            that have a key of their own have to divide it.
+        dtype: "auto" (the model's), "int8" or "fp8", with a scale for each token and head; keys of blocks stay in the
+            model's.
         schedule: how partial attention is merged, see `tree_decode`.
         head_shares: query heads of every rank of cp_group, for a model whose weights are split over the ranks
             (`init_inference(weights="sharded")` makes such caches).
@@ -159,10 +161,20 @@ class TreeCache(Cache):
         patch_model(config, cached=True)
         if "pooled" in self.families:
             check_pages(text, page_size)
-        options = {"page_size": page_size, "dtype": dtype, "latent": self.latent}
         self.windows = {layer_idx: kinds[layer_idx].window for layer_idx in attending}
         """By number of an attention layer in the model: how many of the last tokens the cache keeps; None = all."""
-        self.store = ShardedCache([*self.windows.values()], rank=self.rank, world=self.world, **options)
+        blocks = {layer_idx: size for layer_idx in attending if (size := kinds[layer_idx].block_size)}
+        self.block_slot_of = {layer_idx: len(attending) + i for i, layer_idx in enumerate(blocks)}
+        """By number of a layer with keys of blocks of tokens in the model: their number in `store`."""
+        self.store = ShardedCache(
+            [*self.windows.values(), *(None for _ in blocks)],
+            block_sizes=[*(1 for _ in attending), *blocks.values()],
+            rank=self.rank,
+            world=self.world,
+            page_size=page_size,
+            dtype=dtype,
+            latent=self.latent,
+        )
         self.rows: list[int] = []
         """The batch of Transformers' own `generate`, in its order."""
         self.texts: list[tuple[Row, Tensor]] = []
@@ -179,7 +191,7 @@ class TreeCache(Cache):
         self._read = {i: [j for j, x in self._sources.items() if x == i] for i in self._sources.values()}
         self._shared: dict[int, Update] = {}  # of this run, by number of a layer whose keys others read,
         self._readers: set[int] = set()  # and which of these have yet to read them
-        self.runs = ModelRuns(len(attending), recurrent, continues="scan from zeros" not in self.families)
+        self.runs = ModelRuns(len(self.store.layers), recurrent, continues="scan from zeros" not in self.families)
         super().__init__(layers=layers)
 
     @property
@@ -401,7 +413,8 @@ class TreeCache(Cache):
                 f"{what} of a cache with head_shares={self.head_shares}: other head groups hold other KV heads. Make "
                 "it with weights_group=, the group of all ranks, as an engine's new_cache() does"
             )
-        if self.head_shares is not None and self.runs.has_states and self._of_files["state_pieces"] is None:
+        has_parts = self.runs.has_states and not self.block_slot_of  # what blocks are made of is whole on every rank
+        if self.head_shares is not None and has_parts and self._of_files["state_pieces"] is None:
             raise ValueError(
                 f"{what} of a cache with head_shares={self.head_shares} and recurrent states: each rank has a part of "
                 "these. Make it with state_pieces=, as an engine's new_cache() does"
@@ -424,8 +437,8 @@ class TreeCache(Cache):
     @property
     def num_local_tokens(self) -> int:
         """Tokens whose keys and values this rank holds, in layers without a window."""
-        windows = self.store.book.windows
-        return self.store.num_local(windows.index(None) if None in windows else 0)
+        kinds = list(zip(self.store.book.windows, self.store.block_sizes))
+        return self.store.num_local(kinds.index((None, 1)) if (None, 1) in kinds else 0)
 
     @property
     def nbytes(self) -> int:

@@ -52,7 +52,7 @@ class ModelRuns:
     """The runs of one cache.
 
     Args:
-        num_attending: layers with attention. layers: those with a recurrent state.
+        num_stored: layers of the cache's store. layers: those with a recurrent state.
         continues: whether the model goes on from a state with several tokens at once.
     Attributes:
         forward: the pass of the present run, or of the last one over the batch; None before its first attention layer.
@@ -61,8 +61,8 @@ class ModelRuns:
         can_share: whether a rank can run its own tokens of a prompt.
     """
 
-    def __init__(self, num_attending: int, layers: Sequence[RecurrentLayer], *, continues: bool):
-        self._continues, self._num_attending = continues, num_attending
+    def __init__(self, num_stored: int, layers: Sequence[RecurrentLayer], *, continues: bool):
+        self._continues, self._num_stored = continues, num_stored
         self._layers = {layer.layer_idx: layer for layer in layers}
         self._expected = {(layer.layer_idx, i) for layer in layers for i in range(layer.number_of_states)}
         self._reached: set[tuple[int, int]] = set()
@@ -118,7 +118,7 @@ class ModelRuns:
 
     def has_stored(self, slot: int | None) -> bool:
         """Whether the present run has stored a layer's tokens; None: all layers' tokens."""
-        done = len(self.forward.written) == self._num_attending
+        done = len(self.forward.written) == self._num_stored
         return done or slot in self.forward.written
 
     @property

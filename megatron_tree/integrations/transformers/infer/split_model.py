@@ -121,6 +121,11 @@ def _module_sizes(model, layout: WeightLayout) -> list[tuple[object, str, object
         if hasattr(attention, "qkv_proj"):
             attention.config = config = copy.copy(attention.config)
             sizes.append((config, "num_attention_heads", config.num_attention_heads, num_heads))
+        elif hasattr(attention, "o_a_proj"):
+            groups = attention.o_a_proj.n_groups
+            attention.config = config = copy.copy(attention.config)
+            of_groups = (config, "o_groups"), (attention.o_a_proj, "n_groups")
+            sizes += [(*size, groups, groups // layout.world) for size in of_groups]
         elif hasattr(attention, "c_attn"):
             widths = [attention.head_dim * n for n in (num_heads, num_heads_kv, num_heads_kv)]
             sizes.append((attention, "split_size", attention.split_size, widths))
@@ -297,10 +302,13 @@ def read_pieces(model, folder: Path, layout: WeightLayout) -> None:
             else:
                 piece = checkpoint.read(name, whole.shape, layout.pieces.get(names[0])).to(whole.dtype)
             set_parameter(model, names, piece)
+        for name, buffer in model.named_buffers():
+            if name in checkpoint.sources:  # others are made with the model
+                buffer.copy_(checkpoint.read(name, buffer.shape, None))
 
 
 class Checkpoint:
-    """The tensors in the safetensors files of a model folder, by the names of the model's parameters."""
+    """The tensors in the safetensors files of a model folder, by the names of the model's parameters and buffers."""
 
     def __init__(self, folder: Path, model):
         self._folder = Path(folder)
@@ -312,7 +320,7 @@ class Checkpoint:
         transforms = get_model_conversion_mapping(model)
         converters = [t for t in transforms if isinstance(t, WeightConverter)]
         renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-        known = dict.fromkeys(name for name, _ in model.named_parameters(remove_duplicate=False))
+        known = model.state_dict()
         self.sources: dict[str, dict[str | None, list[str]]] = defaultdict(lambda: defaultdict(list))
         """For each parameter its tensors, by the pattern of a converter; one under None: it is the tensor itself."""
         for key in sorted(self._files, key=dot_natural_key):
@@ -326,7 +334,7 @@ class Checkpoint:
         sources = self.sources.get(name)
         if not sources:
             raise ValueError(f"its weights lack {name}")
-        piece = piece or Piece(0, ((0, shape[0]),))
+        piece = piece or Piece(0, ((0, *shape[:1]),))
         if list(sources) == [None]:
             return self._slices(sources[None][0], name, shape, piece)
         converter = self._operations[next(iter(sources))]
@@ -364,6 +372,8 @@ class Checkpoint:
             tensor = file.get_slice(key)
             if list(tensor.get_shape()) != list(shape):
                 raise ValueError(f"{key} is {tensor.get_shape()}, but {name} needs {list(shape)}")
+            if not shape:
+                return file.get_tensor(key)
             lead = (slice(None),) * piece.dim
             parts = [tensor[(*lead, slice(start, stop))] for start, stop in piece.runs]
             return torch.cat(parts, piece.dim) if len(parts) > 1 else parts[0].clone()

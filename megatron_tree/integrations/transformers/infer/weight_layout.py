@@ -6,15 +6,16 @@ N ranks are K head groups of N / K ranks, K = gcd(N, KV heads). The ranks of a h
 of their KV heads, so cache and weights are both split over all N ranks, whatever the number of KV heads: query heads,
 output projection, MLPs, experts, embedding and LM head over all ranks, k and v over the head groups. Queries may be
 split over the head groups, too: then each rank of a group computes those of all its heads. Latent attention has one
-KV head, so all ranks share the tokens; its down projections are split by rows and their outputs gathered, or whole on
-every rank where messages take longer than reading them. Recurrent layers are split by their heads (recurrent_heads.py).
-Norms over all heads are split as these are. Other norms and routers, which are small, and the vision part of a model
-of images and text are whole on every rank. Anything else is refused.
+KV head, as has DeepSeek V4, so all ranks share the tokens; its down projections are split by rows and their outputs
+gathered, or whole on every rank where messages take longer than reading them. Recurrent layers are split by their heads
+(recurrent_heads.py). Norms over all heads are split as these are. Other norms and routers, which are small, and the
+vision part of a model of images and text are whole on every rank. Anything else is refused.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -37,9 +38,10 @@ from .recurrent_heads import RecurrentHeads, Rule, attribute, rule_of
 QUERIES = ("q_proj", "qkv_proj", "c_attn", "query_key_value")  # the first has its keys and values in others
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
 LATENTS = ("q_a_proj", "kv_a_proj_with_mqa")
+SHARED_KEYS = ("q_a_proj", "kv_proj", "compressor.kv_proj", "compressor.gate_proj")  # of DeepSeek V4
 GATED_QUERIES = "q_gate_proj"  # of latent attention: a head's query, then the gate of its result
-# parts that are whole on every rank: an index, hyper connections, positions with an offset
-SMALL = ("indexer", "attn_hc", "ffn_hc", "hc_head", "embed_positions")
+# parts that are whole on every rank: an index, hyper connections, what is added to positions
+SMALL = ("indexer", "attn_hc", "ffn_hc", "hc_head", "embed_positions", "position_bias")
 SMALL += ("attn_hyper_connection", "mlp_hyper_connection", "hyper_connection_mixer")
 GATES = ("gate_proj", "g_proj")  # of the result of each query head
 OF_HEADS = ("sinks", "gate_bias")
@@ -172,6 +174,8 @@ class WeightLayout:
                 self._recurrent(name, module, rule)
             elif hasattr(module, "o_proj") and hasattr(module, "kv_b_proj"):
                 self._latent_attention(name, module)
+            elif hasattr(module, "o_a_proj") and hasattr(module, "kv_proj"):
+                self._grouped_attention(name, module)
             elif queries and output:
                 self._attention(name, module, queries, output)
             elif any(isinstance(getattr(module, x, None), nn.Parameter) for x in EXPERTS):
@@ -266,15 +270,7 @@ class WeightLayout:
         both, and computes the queries of all heads."""
         num_heads = self.num_heads
         first, last = self.heads.query_heads(self.rank)
-        for child in LATENTS:
-            projection = getattr(module, child, None)
-            if projection is not None and not isinstance(projection, nn.Linear):
-                raise self._refused(f"{name}.{child}", "a projection was expected")
-            if projection is not None and not self.splits_latents:
-                self.whole |= {f"{name}.{child}.{x}" for x, _ in projection.named_parameters()}
-            elif projection is not None:
-                self._gathered_rows(f"{name}.{child}", projection)
-                self.latents.append(f"{name}.{child}")
+        self._down_projections(name, module, LATENTS)
         queries = next((x for x in ("q_proj", GATED_QUERIES) if getattr(module, x, None) is not None), "q_b_proj")
         d_q = module.qk_head_dim + (module.v_head_dim if queries == GATED_QUERIES else 0)
         if queries == GATED_QUERIES and self.repeats_queries:
@@ -294,6 +290,38 @@ class WeightLayout:
         self._columns(f"{name}.o_proj", module.o_proj, (first * d, last * d))
         self._of_heads(name, module, d)
         self.attentions.append(name)
+
+    def _grouped_attention(self, name: str, module) -> None:
+        """One key, its own value, for all query heads, whose results are projected in groups of heads: both are split.
+        What makes keys, also of blocks of tokens, is split as what makes latents."""
+        self._down_projections(name, module, SHARED_KEYS)
+        d, groups, num_heads = module.head_dim, module.o_a_proj.n_groups, self.num_heads
+        if groups % self.world:
+            divisors = [n for n in range(1, groups + 1) if groups % n == 0]
+            raise self._refused(f"{name}.o_a_proj", f"it has {groups} groups of heads: start one of {divisors} ranks")
+        self._check_projection(f"{name}.q_b_proj", module.q_b_proj, 0, num_heads, d)
+        if self.repeats_queries:
+            self.whole.add(f"{name}.q_b_proj.weight")
+        else:
+            self._rows(f"{name}.q_b_proj", module.q_b_proj, [_times(d, self.heads.query_heads(self.rank))])
+        self.query_projection = module.q_b_proj.weight.numel(), num_heads * d
+        own = self.share(len(module.o_a_proj.weight), len(module.o_a_proj.weight) // groups)
+        self._rows(f"{name}.o_a_proj", module.o_a_proj, [own])
+        self._columns(f"{name}.o_b_proj", module.o_b_proj, own)
+        self._of_heads(name, module, d)
+        self.whole.add(f"{name}.compressor.kv_norm.weight")
+        self.attentions.append(name)
+
+    def _down_projections(self, name: str, module, children: Sequence[str]) -> None:
+        for child in children:
+            projection = attribute(module, child)
+            if projection is not None and not isinstance(projection, nn.Linear):
+                raise self._refused(f"{name}.{child}", "a projection was expected")
+            if projection is not None and not self.splits_latents:
+                self.whole |= {f"{name}.{child}.{x}" for x, _ in projection.named_parameters()}
+            elif projection is not None:
+                self._gathered_rows(f"{name}.{child}", projection)
+                self.latents.append(f"{name}.{child}")
 
     def _recurrent(self, name: str, module, rule: Rule) -> None:
         """Value heads are split, with the key heads that they read; in-projections, convolution and norm likewise."""
