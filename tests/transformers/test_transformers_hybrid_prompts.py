@@ -9,12 +9,16 @@ import torch.distributed as dist
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree.core.cache.files import model_fingerprint
 from support.hf_architectures import HYBRIDS, POOLED, assert_logits, random_model
-from support.hf_models import prompt
+from support.hf_models import glm5_next, prompt
 from support.ranks import on_ranks, run_distributed
 from support_matrix import slow_but, supported
 
 PAGE, CHUNK = 2, 12
 KINDS = ("qwen3_next", "zaya")  # of every kind of function one is fast
+
+
+def _model(name):
+    return glm5_next(index_kpool=PAGE, index_topk=6) if name == "glm5_next" else random_model(name)
 
 
 def _runner(model, chunk_size=CHUNK):
@@ -27,7 +31,7 @@ class _Counted:
 
     def __init__(self, model):
         self.tokens = 0
-        model.model.layers[0].register_forward_pre_hook(self._count, with_kwargs=True)
+        model.get_decoder().layers[0].register_forward_pre_hook(self._count, with_kwargs=True)
 
     def _count(self, layer, args, kwargs):
         self.tokens += (args[0] if args else kwargs["hidden_states"]).shape[1]
@@ -46,7 +50,7 @@ def _crowd(runner, rank):
 
 def _prompts(rank, world, name, folder):
     """A prompt in chunks, a next turn that begins within a page, a copy, and what was saved, go on with more tokens."""
-    model = random_model(name)
+    model = _model(name)
     texts = [prompt(1, 61, seed=seed)[0] for seed in (1, 2)]
     texts[1][:43] = texts[0][:43]
     with torch.no_grad():
@@ -90,7 +94,7 @@ def _prompts(rank, world, name, folder):
 OWN_TOKENS = "prompts, of which each rank runs its own tokens; 4 ranks"
 
 
-@pytest.mark.parametrize("name", supported((*HYBRIDS, *POOLED), OWN_TOKENS, KINDS))
+@pytest.mark.parametrize("name", supported((*HYBRIDS, *POOLED, "glm5_next"), OWN_TOKENS, KINDS))
 def test_a_rank_runs_its_own_tokens(name, tmp_path):
     run_distributed(_prompts, 4, name, tmp_path / "saved")
 

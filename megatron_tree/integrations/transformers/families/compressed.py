@@ -13,8 +13,6 @@ of attention to both sequences are merged.
 from __future__ import annotations
 
 import contextvars
-import hashlib
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,7 +26,7 @@ from ....core.comm import group_rank, group_size
 from ....core.layout import Dispatched, documents_over, positions_of
 from ....core.recurrence.halo import tree_halo
 from ..train.batch_shards import SequenceShard
-from .modeling import INSTEAD, modeling_file
+from .modeling import check_read, modeling_file
 
 READ = {
     "DeepseekV4Attention": "07511ef7f0bd612f",
@@ -88,15 +86,7 @@ _current: contextvars.ContextVar[LayerRun | None] = contextvars.ContextVar("tree
 
 def check_model(config) -> None:
     """Raise ``ValueError`` for layers that compute something else."""
-    names = modeling_file(config)
-    for name, known in READ.items():
-        forward = inspect.unwrap(names[name].forward)
-        digest = hashlib.blake2b(inspect.getsource(forward).encode(), digest_size=8).hexdigest()
-        if digest != known:
-            raise ValueError(
-                f"{name} of this version of Transformers ({digest}) is not one that attn_implementation='tree' knows "
-                f"({known}): it may see other keys. {INSTEAD}"
-            )
+    check_read(modeling_file(config), READ)
 
 
 def run_layer(
