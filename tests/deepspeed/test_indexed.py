@@ -5,7 +5,7 @@ import torch
 
 from megatron_tree.integrations import deepspeed as tree_deepspeed
 from support.hf_architectures import assert_logits, random_model
-from support.hf_models import plain, prompt
+from support.hf_models import glm5_next, plain, prompt
 from support.ranks import on_ranks
 
 NEW = 6
@@ -29,3 +29,9 @@ def test_engine_equals_the_plain_model(name, weights):
 def test_tensor_parallelism_is_refused():
     with pytest.raises(ValueError, match="tp_size=2: DeepseekV32Config has layers with an index"):
         tree_deepspeed.init_inference(random_model("deepseek_v32"), tp_size=2)
+
+
+def test_tensor_parallelism_of_pools_is_refused():
+    model = glm5_next(layer_types=["indexed_attention"] * 3)  # recurrent layers have a refusal of their own
+    with pytest.raises(ValueError, match="tp_size=2: Glm5NextTextConfig has layers with an index"):
+        tree_deepspeed.init_inference(model, tp_size=2)

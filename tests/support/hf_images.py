@@ -63,6 +63,13 @@ CONFIGS = {
         | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1},
         {"image_size": 16},
     ),
+    "glm5_next": lambda: _grid(
+        "Glm5Next",
+        {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 12, "qk_rope_head_dim": 0, "qk_nope_head_dim": 8}
+        | {"v_head_dim": 6, "index_topk": 4, "index_kpool": 2, "index_n_heads": 12, "index_head_dim": 8, "hc_mult": 2}
+        | {"layer_types": ["linear_attention", "indexed_attention"], "mlp_layer_types": ["dense"] * 2}
+        | {"linear_num_heads": 2, "linear_head_dim": 8},
+    ),
     "aya_vision": lambda: _tiles("AyaVision", COHERE2, SIGLIP, downsample_factor=2),
     "cohere2_vision": lambda: _tiles(
         "Cohere2Vision", COHERE2, SIGLIP, downsample_factor=2, alignment_intermediate_size=32

@@ -84,6 +84,32 @@ def mistral_large4():
     return model
 
 
+def glm5_next(**changes):
+    """A random model of images and text whose queries see pools of tokens, chosen by an index; with large weights, and
+    states that live long. changes: of its text part."""
+    torch.manual_seed(1)
+    text = {name: size for name, size in LATENT.items() if name not in ("first_k_dense_replace", "hidden_size")}
+    text |= {"hidden_size": 64, "n_group": 1, "topk_group": 1, "index_topk": 8, "index_kpool": 4, "index_n_heads": 12}
+    text |= {"index_head_dim": 8, "num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "dense"]}
+    text |= {"layer_types": ["linear_attention", "indexed_attention", "indexed_attention"], "qk_rope_head_dim": 0}
+    text |= {"indexer_types": ["full", "full", "shared"], "linear_num_heads": 4, "linear_head_dim": 8, "hc_mult": 2}
+    config = transformers.Glm5NextConfig(text_config=text | {"q_lora_rank": 16} | changes)
+    sizes = {"hidden_size": 16, "depth": 1, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+    for name, size in sizes.items():
+        setattr(config.vision_config, name, size)
+    model = transformers.Glm5NextForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    model.generation_config.eos_token_id = None
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "kpool_compress" in name:  # zeros and ones
+                weight.normal_()
+            elif weight.dim() > 1 and "embed" not in name:
+                weight.mul_(4.0)
+            if name.endswith("A_log"):
+                weight.sub_(4.0)
+    return model
+
+
 def tiny_model(family, seed=1, positions=None):
     """A random model, the same on every rank, with weights large enough that attention matters."""
     torch.manual_seed(seed)

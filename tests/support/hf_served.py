@@ -11,6 +11,7 @@ from megatron_tree.core.attention.decode import DecodeStep
 from megatron_tree.core.cache import CACHE_DTYPES
 from megatron_tree.core.cache.files import model_fingerprint
 from megatron_tree.integrations import transformers as tree_hf
+from megatron_tree.integrations.transformers.infer.engine import generate, share_model
 from megatron_tree.integrations.transformers.infer.split_model import split_model
 from megatron_tree.integrations.transformers.infer.weight_layout import ROUTERS, SMALL, plan_layout
 from support.bound import bound
@@ -282,3 +283,30 @@ def check_sharded(model, page_size=2):
         result = tree_hf.generate(model, ids, max_new_tokens=3, **options)
         assert_logits(torch.stack(result.logits, 1), want[1], f"generate, forced={model.weight_gathering.forced}")
         assert torch.equal(result.tokens, want[0])
+
+
+def check_engine(whole, folder, shares, more=()):
+    """Tokens, logits and bytes of a model in memory and of one in files, whose weights all ranks share; a row goes on
+    in another cache, from the files of the ranks' parts.
+
+    shares: how many ranks have different weights. more: names of parts that are on every rank, beside the usual ones.
+    """
+    ids, names = prompt(1, 45), {*SMALL, *ROUTERS, *more}
+    want = plain(whole, ids, 3)
+    whole.save_pretrained(folder / "model")  # on the first rank
+    dist.barrier()
+    for source in (whole, folder / "model"):
+        engine = share_model(source, weights="sharded", page_size=2, prefill_chunk=34)
+        small = sum(p.numel() for n, p in engine.module.named_parameters() if names & set(n.split(".")))
+        assert engine.weight_bytes <= engine.model_bytes / shares + 4 * small + 4096  # norms
+        result = generate(engine, ids, max_new_tokens=3, keep_logits=True)
+        assert_logits(torch.stack(result.logits, 1), want[1], type(source).__name__)
+        assert torch.equal(result.tokens, want[0])
+    cache, options = engine.new_cache(), {"fingerprint": "of this model"}
+    with torch.no_grad():
+        engine.module(ids, past_key_values=cache)
+    cache.save(folder / "rows", [ids[0]], **options)
+    again = engine.new_cache()
+    assert torch.equal(again.load(folder / "rows", **options)[0], ids[0])
+    runner = tree_hf.Runner(engine.module, again, token_group=dist.group.WORLD)
+    assert_logits(runner.step(again.rows, want[0][:, :1])[0, 0], want[1][0, 1], "loaded")

@@ -29,7 +29,6 @@ OTHER_REASONS = {
     "falcon_mamba": "no attention layers",
     "gemma4_unified_assistant": "keys and values of another model",
     "git": "images in the prompt",
-    "glm5_next_text": "an index of pooled tokens",
     "inkling_text": "a bias by positions",
     "inkling2_text": "a bias by positions",
     "jetmoe": "keys that are repeated",

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import megatron_tree.integrations.transformers as tree_hf
 from support.hf_architectures import HYBRIDS, POOLED, assert_logits, random_model
-from support.hf_models import prompt
+from support.hf_models import glm5_next, prompt
 from support.hf_served import check_prompts
 from support.ranks import on_ranks, run_distributed
 from support_matrix import slow_but, supported
@@ -17,19 +17,23 @@ PAGE, CHUNK = 2, 12
 KINDS = ("qwen3_next", "zaya")  # of every kind of function one is fast
 
 
+def _model(name):
+    return glm5_next(index_kpool=PAGE, index_topk=6) if name == "glm5_next" else random_model(name)
+
+
 def _runner(model, chunk_size=CHUNK):
     cache = tree_hf.TreeCache(model.config, cp_group=dist.group.WORLD, page_size=PAGE)
     return tree_hf.Runner(model, cache, chunk_size=chunk_size)
 
 
 def _prompts(rank, world, name, folder):
-    check_prompts(random_model(name), folder, page_size=PAGE)
+    check_prompts(_model(name), folder, page_size=PAGE)
 
 
 OWN_TOKENS = "prompts, of which each rank runs its own tokens; 4 ranks"
 
 
-@pytest.mark.parametrize("name", supported((*HYBRIDS, *POOLED), OWN_TOKENS, KINDS))
+@pytest.mark.parametrize("name", supported((*HYBRIDS, *POOLED, "glm5_next"), OWN_TOKENS, KINDS))
 def test_a_rank_runs_its_own_tokens(name, tmp_path):
     run_distributed(_prompts, 4, name, tmp_path / "saved")
 

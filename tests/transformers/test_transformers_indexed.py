@@ -13,7 +13,7 @@ from megatron_tree.inference.generation.scheduler import Scheduler
 from megatron_tree.inference.generation.speculation import Speculation
 from megatron_tree.integrations.transformers.infer.weight_layout import plan_layout
 from support.hf_architectures import INDEXED, random_model
-from support.hf_models import mistral_large4, plain, prompt
+from support.hf_models import glm5_next, mistral_large4, plain, prompt
 from support.hf_served import (
     CountingRunner,
     check_eight_bits,
@@ -37,6 +37,8 @@ FAST = ("deepseek_v32", "hy_v4")  # without and with layers that share a selecti
 
 def _model(name):
     """A random model; mistral_large4 is one of images and text, and without images here."""
+    if name == "glm5_next":
+        return glm5_next(layer_types=["indexed_attention"] * 3)
     if name != "mistral_large4":
         return random_model(name)
     model = mistral_large4()
@@ -93,7 +95,7 @@ def test_rows(world, name, tmp_path):
     check_rows(_model(name), tmp_path / "saved")
 
 
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("name", [*FAST, "glm5_next"])
 @pytest.mark.parametrize("speculation", [None, Speculation(2)], ids=["plain", "speculation"])
 def test_scheduler_and_prefixes(name, speculation):
     """Questions about one text, which runs once; tokens proposed from the text and taken back."""

@@ -5,12 +5,11 @@ import torch
 import torch.distributed as dist
 
 import megatron_tree.integrations.transformers as tree_hf
-from megatron_tree.integrations.transformers.infer.engine import generate, share_model
-from megatron_tree.integrations.transformers.infer.weight_layout import ROUTERS, SMALL
-from support.hf_architectures import POOLED, assert_logits, random_model
-from support.hf_models import hf_generate, left_padded, plain, prompt
+from support.hf_architectures import POOLED, random_model
+from support.hf_models import hf_generate, left_padded, prompt
 from support.hf_served import (
     check_eight_bits,
+    check_engine,
     check_no_cache,
     check_rows,
     check_served,
@@ -116,27 +115,7 @@ def test_another_indexer_is_refused(monkeypatch):
 @pytest.mark.supports("`qwen4_exp_text`", with_="weights and recurrent states over all ranks; 2 and 4 ranks")
 @on_ranks(timeout=200.0)
 def test_weights_over_all_ranks(world, tmp_path):
-    """Of a model in memory and of one in files; a row goes on in another cache, from the files of the ranks' parts."""
-    ids, folder = prompt(1, 45), tmp_path / "model"
-    whole = random_model("qwen4_exp_text")
-    want = plain(whole, ids, 3)
-    whole.save_pretrained(folder)  # on the first rank
-    dist.barrier()
-    for source in (whole, folder):
-        engine = share_model(source, weights="sharded", page_size=2, prefill_chunk=34)
-        small = sum(p.numel() for n, p in engine.module.named_parameters() if {*SMALL, *ROUTERS} & set(n.split(".")))
-        assert engine.weight_bytes <= engine.model_bytes / min(world, 2) + 4 * small + 4096  # two KV heads; norms
-        result = generate(engine, ids, max_new_tokens=3, keep_logits=True)
-        assert_logits(torch.stack(result.logits, 1), want[1], type(source).__name__)
-        assert torch.equal(result.tokens, want[0])
-    cache, options = engine.new_cache(), {"fingerprint": "of this model"}
-    with torch.no_grad():
-        engine.module(ids, past_key_values=cache)
-    cache.save(tmp_path / "rows", [ids[0]], **options)
-    again = engine.new_cache()
-    assert torch.equal(again.load(tmp_path / "rows", **options)[0], ids[0])
-    runner = tree_hf.Runner(engine.module, again, token_group=dist.group.WORLD)
-    assert_logits(runner.step(again.rows, want[0][:, :1])[0, 0], want[1][0, 1], "loaded")
+    check_engine(random_model("qwen4_exp_text"), tmp_path, min(world, 2))  # two KV heads
 
 
 def test_rows_that_begin_beside_others_are_refused():

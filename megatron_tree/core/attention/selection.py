@@ -59,7 +59,7 @@ class Blocks(NamedTuple):
     size: int
     """Tokens of a block."""
     key: Callable[[Tensor, Tensor], Tensor]
-    """The keys [b, n, d] of blocks whose tokens have keys [b, n, size, d] and whose first have positions int64 [n]."""
+    """The keys [b, n, d_i] of blocks whose tokens have keys [b, n, size, d], and whose first positions int64 [n]."""
 
 
 @comm.public_call

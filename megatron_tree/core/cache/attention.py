@@ -183,7 +183,7 @@ class PrefillAttention:
         segments = store.key_segments(self._append, store.kind_of[layer], of_all_ranks=True, by_position=True)
         local = sum(segment.length for segment in segments[store.book.rank])
         keys = store.layers[layer].index_row(view.block_table, 0, local // view.block_size)
-        keys = keys[index.block_size - 1 :: index.block_size]
+        keys = keys[index.block_size - 1 :: index.block_size, : index.q.shape[-1]]
         options = index.options | {"cp_group": self._cp_group, "config": config}
         where = {"shares": shares, "key_segments": segments, "block_size": size}
         positions = tree_select_prefill(index.q, index.weights, keys[None], **options, **where)
@@ -298,7 +298,7 @@ class Index(NamedTuple):
     """Keys, or blocks."""
     blocks: Blocks | None = None
     """Whole blocks of tokens are selected. A page has whole ones, and a complete block's key is in its last token's
-    place."""
+    place, which may have more numbers than that."""
 
     @property
     def block_size(self) -> int:
@@ -313,7 +313,7 @@ class Selection(NamedTuple):
     """The keys that new tokens select, the same for all layers that share it."""
 
     keys: Tensor
-    """int32 [b, n, m], -1 beyond: slots of the row on this rank, or positions in a prefill."""
+    """int32 [b, n, m], -1: none. Slots of the row on this rank, or positions in a prefill."""
     most: int
     """A query has no more on all ranks together."""
 
@@ -329,7 +329,7 @@ def select_in_step(forward, layer: int, index: Index, visible: Tensor | None, co
         positions = positions.masked_fill(~visible.gather(1, positions.clamp(0, forward.end - 1)), -1)
     slots = tree_select(
         *index[:2],
-        pages.index_k[:, last, 0],
+        pages.index_k[:, last, 0, : index.q.shape[-1]],
         **index.options,
         cp_group=forward.cp_group,
         q_positions=queries,
@@ -371,7 +371,7 @@ def attend_in_step(
     size, parts = pages.page_size, []
     strip = max(1, GATHERED // (len(q) * selection.most * absorbed.shape[-1]))  # the same on all ranks
     for i in range(0, q.shape[1], strip):
-        slots = selection.keys[:, i : i + strip].long()
+        slots = selection.keys[:, i : i + strip].long().sort(-1, descending=True).values  # -1 behind the others
         counts = (slots >= 0).sum(-1)
         slots = slots.clamp(min=0)
         page = view.block_table.gather(1, (slots // size).flatten(1)).view_as(slots)

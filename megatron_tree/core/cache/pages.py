@@ -224,9 +224,10 @@ def _bits(x: Tensor) -> torch.dtype:
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x [..., d] in 8 bits (int8 or fp8), and the scale fp32 [...] of each vector: their product is about x."""
+    """x [..., d] in 8 bits (int8 or fp8), and the scale fp32 [...] of each vector: their product is about x. d may be
+    0: of latent attention without rotary keys."""
     largest = _LARGEST[dtype]
-    scale = x.abs().amax(-1).float().clamp(min=1e-30) / largest
+    scale = (x.abs().amax(-1) if x.shape[-1] else x.sum(-1)).float().clamp(min=1e-30) / largest
     scaled = x.float() / scale[..., None]
     if dtype == torch.int8:
         scaled = scaled.round()

@@ -162,7 +162,8 @@ class ShardedCache:
             pages.put(slots, {"index_k": index_k[:, None]})
 
     def finish_blocks(self, layer: int, append: Append, positions: Tensor, blocks: Blocks) -> None:
-        """Put the keys of blocks that the new tokens complete in the places of their last tokens' index keys.
+        """Put the keys of blocks that the new tokens complete in the places of their last tokens' index keys, which may
+        have more numbers than these.
 
         positions: int64 [b, n] of the new tokens, as in `write_index`.
         """
@@ -174,8 +175,8 @@ class ShardedCache:
         tokens, slots = tokens[completes], slots[completes]
         of_block = torch.arange(1 - blocks.size, 1, device=slots.device)
         raw = pages.index_k.flatten(0, 1)[slots[:, None] + of_block, 0]
-        keys = blocks.key(raw[None], positions.flatten()[tokens] + 1 - blocks.size)
-        pages.put(slots, {"index_k": keys[0, :, None]})
+        keys = blocks.key(raw[None], positions.flatten()[tokens] + 1 - blocks.size)[0]
+        pages.index_k.flatten(0, 1)[slots, 0, : keys.shape[-1]] = keys
 
     def places(self, append: Append, kind: int, device) -> tuple[Tensor, Tensor]:
         """(numbers of the new tokens to store, or of those that complete a block to store, their slots), int64 [n];

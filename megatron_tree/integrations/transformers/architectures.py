@@ -18,7 +18,6 @@ UNSUPPORTED = {
     "blt": "tokens in patches, and several models with caches of their own",
     "doge": "a mask that depends on its keys (dynamic mask attention)",
     "git": "images in the prompt, which see each other without a causal mask",
-    "glm5_next_text": "an index of pooled tokens with gates, and attention that does not pass the mask on",
     "inkling_text": "a bias by positions (position_bias)",
     "inkling2_text": "a bias by positions (position_bias)",
     "jetmoe": "keys that are repeated after they are in the cache",

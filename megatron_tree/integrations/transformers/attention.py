@@ -24,7 +24,7 @@ from ...core.attention.functional import tree_attn_func
 from ...core.comm import outside_graphs
 from ...core.spec import AttnSlice
 from .architectures import check_replaceable
-from .families import compressed
+from .families import compressed, gated_pools
 from .families.chunked import chunk_size, has_temperature, with_temperature
 from .families.images import ImageMask, image_mask, state_ahead
 from .families.indexed import IndexMask
@@ -83,6 +83,8 @@ def tree_attention(
     }
     if isinstance(attention_mask, BlockMask):
         indices = attention_mask.select(update)
+    if family == "gated pools":
+        attention_mask, indices = gated_pools.parts_of(module, attention_mask)
     if indices is not None:
         options["selected"] = indices
     if isinstance(attention_mask, IndexMask | BlockMask):

@@ -17,8 +17,6 @@ two blocks, and all ranks have it, since in a step all ranks run the new token, 
 from __future__ import annotations
 
 import contextvars
-import hashlib
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,7 +34,7 @@ from ....core.layout import Dispatched, Segment, documents_over, positions_of
 from ....core.merge import State
 from ....core.recurrence.halo import tree_halo
 from ..train.batch_shards import SequenceShard
-from .modeling import INSTEAD, modeling_file
+from .modeling import check_read, modeling_file
 
 READ = {
     "DeepseekV4Attention": "07511ef7f0bd612f",
@@ -195,15 +193,7 @@ _current: contextvars.ContextVar[LayerRun | None] = contextvars.ContextVar("tree
 
 def check_model(config) -> None:
     """Raise ``ValueError`` for layers that compute something else."""
-    names = modeling_file(config)
-    for name, known in READ.items():
-        forward = inspect.unwrap(names[name].forward)
-        digest = hashlib.blake2b(inspect.getsource(forward).encode(), digest_size=8).hexdigest()
-        if digest != known:
-            raise ValueError(
-                f"{name} of this version of Transformers ({digest}) is not one that attn_implementation='tree' knows "
-                f"({known}): it may see other keys. {INSTEAD}"
-            )
+    check_read(modeling_file(config), READ)
 
 
 def run_layer(

@@ -267,6 +267,7 @@ MODELS = {
     "glm46v": Images(),
     "glm4v": Images(),
     "glm4v_moe": Images(),
+    "glm5_next": Images(),
     "idefics3": Images(),
     "internvl": Images(),
     "llama4": Images(features="last_hidden_state"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
@@ -40,6 +42,23 @@ def modeling_file(config) -> dict[str, object]:
     model = model_class(config)
     name = type(config).__module__.replace(".configuration_", ".modeling_") if model is None else model.__module__
     return vars(sys.modules.get(name) or import_module(name))
+
+
+def check_read(names: Mapping[str, object], read: Mapping[str, str]) -> None:
+    """Raise ``ValueError`` unless functions of a modeling file are those whose mathematics is known.
+
+    names: of the file. read: by class, for its `forward`, or "class.method": the digest of the source.
+    """
+    for key, known in read.items():
+        owner, _, method = key.partition(".")
+        function = getattr(names.get(owner), method or "forward", None)
+        source = "" if function is None else inspect.getsource(inspect.unwrap(function))
+        digest = hashlib.blake2b(source.encode(), digest_size=8).hexdigest()
+        if digest != known:
+            raise ValueError(
+                f"{key} of this version of Transformers ({digest}) is not one that attn_implementation='tree' knows "
+                f"({known}): its queries may see other keys. {INSTEAD}"
+            )
 
 
 def replace(owner: type | dict, name: str, adapter: Callable) -> None:

@@ -17,8 +17,6 @@ two more convolution states of the layer's cache: the last ids, and the convolut
 from __future__ import annotations
 
 import functools
-import hashlib
-import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -32,7 +30,7 @@ from ....core.layout import shard_segments
 from ....core.recurrence.halo import tree_convolution
 from ..infer.model_runs import Update
 from ..train.batch_shards import SequenceShard, current_shard
-from .modeling import INSTEAD, modeling_file
+from .modeling import INSTEAD, check_read, modeling_file
 from .recurrent import current_pass
 from .rope import rope_rule
 
@@ -104,24 +102,7 @@ def check_model(config) -> None:
             f"{type(config).__name__} has a rotary embedding that depends on a row's length; an index of blocks of "
             f"tokens keeps keys of one embedding. {INSTEAD}"
         )
-    indexer = _class_beside(config, "Indexer")
-    if hasattr(indexer.forward, "of_tree"):
-        return
-    digest = hashlib.blake2b(inspect.getsource(indexer.forward).encode(), digest_size=8).hexdigest()
-    if READ.get(indexer.__name__) != digest:
-        raise ValueError(
-            f"{indexer.__name__} of this version of Transformers ({digest}) is not one that attn_implementation='tree' "
-            f"knows ({READ.get(indexer.__name__)}): it may select other tokens. {INSTEAD}"
-        )
-
-
-def check_pages(config, page_size: int) -> None:
-    """Raise ``ValueError`` unless every block of a model with such an index lies in one page of a cache."""
-    if page_size % config.indexer_compress_ratio:
-        raise ValueError(
-            f"page_size={page_size}: {type(config).__name__} selects blocks of {config.indexer_compress_ratio} tokens "
-            "(indexer_compress_ratio), which have to divide it"
-        )
+    check_read(modeling_file(config), READ)
 
 
 def _class_beside(config, ending: str) -> type[nn.Module]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from transformers.cache_utils import get_layer_types_and_kwargs
 
-from . import compressed, images, indexed, latent, pooled, recurrent, rope, shared_keys, zaya
+from . import compressed, gated_pools, images, indexed, latent, pooled, recurrent, rope, shared_keys, zaya
 from .modeling import INSTEAD, modeling_file, patch
 
 
@@ -32,6 +32,8 @@ class Family:
     """Raises ``ValueError`` for a configuration whose model the adapters don't know."""
     layer_types: tuple[str, ...] = ()
     """Types of layers that only these models have."""
+    block_size: str = ""
+    """The option with the number of tokens of a block, each of which lies in one page of a cache."""
     not_captured: str = ""
     """Why a step can't be captured in a CUDA graph."""
     not_in_trees: str = ""
@@ -101,6 +103,22 @@ FAMILIES: dict[str, Family] = {
             "Qwen4ExpText*PLELayer._short_conv": pooled.convolution,
         },
         check=pooled.check_model,
+        block_size="indexer_compress_ratio",
+        layer_types=("indexed_attention",),
+        not_captured="layers with an index select keys, whose number on a rank depends on their scores",
+        not_in_trees="attention to blocks of keys that an index selects",
+    ),
+    # likewise, whose keys are made with gates, and attention makes its own mask: GLM-5.3
+    "gated pools": Family(
+        models=("glm5_next_text",),
+        patches={
+            "create_recurrent_attention_mask": gated_pools.pool_mask,
+            "apply_mask_to_padding_states": gated_pools.leave_tokens,
+            "Glm5NextTextIndexer.forward": gated_pools.select,
+            "Glm5NextTextAttention.build_attention_mask_from_topk": gated_pools.hand_on,
+        },
+        check=gated_pools.check_model,
+        block_size="index_kpool",
         layer_types=("indexed_attention",),
         not_captured="layers with an index select keys, whose number on a rank depends on their scores",
         not_in_trees="attention to blocks of keys that an index selects",
@@ -150,6 +168,17 @@ def families_of(config) -> dict[str, Family]:
     """The families of a model, by name."""
     own = BY_MODEL.get(config.get_text_config(decoder=True).model_type)
     return {name: family for name, family in FAMILIES.items() if name == own or family.holds(config)}
+
+
+def check_pages(config, page_size: int) -> None:
+    """Raise ``ValueError`` unless every block of tokens of a model lies in one page of a cache."""
+    for name in filter(None, (family.block_size for family in families_of(config).values())):
+        text = config.get_text_config(decoder=True)
+        if page_size % (size := getattr(text, name)):
+            raise ValueError(
+                f"page_size={page_size}: {type(text).__name__} selects blocks of {size} tokens ({name}), which have to "
+                "divide it"
+            )
 
 
 def patch_model(config, *, cached: bool = False) -> None:

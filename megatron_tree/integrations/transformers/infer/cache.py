@@ -23,10 +23,9 @@ from ....core.comm import Ranks, begin_step, group_rank, group_size, outside_gra
 from ....core.config import DECODE_SCHEDULES, TreeConfig, check_choice, default_config
 from ..architectures import LayerKind, check_cached, layers_of
 from ..families.modeling import model_class, replace
-from ..families.pooled import check_pages
 from ..families.recurrent import RecurrentLayer
 from ..families.rope import rope_rule
-from ..families.table import families_of, patch_model
+from ..families.table import check_pages, families_of, patch_model
 from .model_runs import ModelRuns, Update, current_run, forget_notes, last_update
 
 
@@ -159,8 +158,7 @@ class TreeCache(Cache):
         """Of the model, by name."""
         self.latent = "latent" in self.families
         patch_model(config, cached=True)
-        if "pooled" in self.families:
-            check_pages(text, page_size)
+        check_pages(config, page_size)
         self.windows = {layer_idx: kinds[layer_idx].window for layer_idx in attending}
         """By number of an attention layer in the model: how many of the last tokens the cache keeps; None = all."""
         blocks = {layer_idx: size for layer_idx in attending if (size := kinds[layer_idx].block_size)}
