@@ -20,7 +20,7 @@ BACKENDS = ("auto", "triton", "native", "cudnn", "fa3", "fa4", "flashinfer", "fl
 COMM_DTYPES = ("auto", "fp32")
 CHECKS = ("first", "always", "never", "finite")
 TRUSTING = ("first", "never")  # of these, with which calls that are alike are checked once
-TRANSPORTS = ("auto", "shm", "direct", "builtin")
+TRANSPORTS = ("auto", "shm", "symm_mem", "direct", "builtin")
 DECODE_SCHEDULES = ("auto", "allreduce", "allgather", "butterfly", "scatter", "two_level", "ring")
 SELECT_SCHEDULES = ("auto", "allgather", "butterfly", "scatter", "two_level", "counts")
 CP_COMM_TYPES = ("tree", "p2p", "all_gather", "a2a", "a2a+tree", "a2a+p2p")  # Megatron's, as far as they are ours
@@ -120,8 +120,9 @@ class TreeConfig:
 
     transport: str = "auto"
     """How messages are sent: "direct" (point-to-point; gloo on CPU), "builtin" (the backend's collectives), "shm" (as
-    direct, but the collectives of decoding go through memory that the CPU ranks of one host share), or "auto": "shm"
-    where it can be had, else direct on CPUs and builtin elsewhere."""
+    direct, but the collectives of decoding go through memory that the CPU ranks of one host share), "symm_mem" (as
+    builtin, but decoding's partial results are read in the memory of the host's other GPUs, over NVLink), or "auto":
+    "shm" or "symm_mem" where it can be had, else direct on CPUs and builtin elsewhere."""
 
     backend: str = "auto"
     """Kernels: "triton" (ours, for GPUs), "native" (ours in C, decodes on CPUs), libraries on NVIDIA GPUs: "cudnn" (no

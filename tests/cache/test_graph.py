@@ -248,6 +248,26 @@ def test_rows_that_come_and_go_share_few_graphs():
     assert len(new) <= graph.MAX_GRAPHS and new[-1] < 1000, new
 
 
+def _capacities(lengths, *, cut_by_length):
+    """Those of one row that has all its pages on one rank."""
+    row = SimpleNamespace(version=0, parts=[], runs=[SimpleNamespace(count=lambda: -(-row.length // 16))])
+    book = SimpleNamespace(rows={0: row}, windows=(None, 40), page_size=16)
+    capacities = graph.Capacities(SimpleNamespace(book=book), cut_by_length=cut_by_length)
+    for row.length in lengths:
+        row.version = row.length
+        found = capacities.of([0])
+        assert found.tokens >= row.length and 16 * found.pages[0] >= row.length and found.pages[1] == 4
+        yield found
+
+
+def test_one_graph_is_for_rows_of_all_lengths():
+    """Up to 4,096 pages on a rank, then up to 65,536; there are more where keys are cut by the table's width."""
+    lengths = (60, 100, 2000, 9000, 30_000, 65_536)
+    assert len(set(_capacities(lengths, cut_by_length=True))) == 1
+    assert len(set(_capacities(lengths, cut_by_length=False))) == 5
+    assert [x.pages[0] for x in _capacities((65_537, 1 << 20), cut_by_length=True)] == [1 << 16] * 2
+
+
 class _Launches(TorchDispatchMode):
     """Counts the operations that start a kernel on a GPU: views and memory start none, torch's merge is one there, and
     ranks of NCCL do not meet before a collective."""

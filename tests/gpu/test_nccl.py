@@ -80,7 +80,7 @@ def _transports(device, group):
     for transport in ("direct", "shm"):
         with pytest.raises(ValueError, match=f"transport='{transport}' needs gloo and tensors on the CPU"):
             tree_decode(*_decoding(device, 1)[0], cp_group=group, config=TreeConfig(transport=transport))
-    return "auto", "builtin"
+    return "auto", "builtin", *["symm_mem"] * (comm.Ranks.of(group, device).symmetric is not None)
 
 
 def _training_configs(n):

@@ -149,6 +149,17 @@ print(counts)
 """
 
 
+PEERS = """
+from megatron_tree.core.kernels.triton import merge_peers, put_state
+counts, turns = [], torch.zeros(2, dtype=torch.int32)
+for ranks, rows, first in ((2, 16, 0), (8, 1, 1), (3, 700, 33)):
+    put_state(torch.zeros(rows, 129), torch.zeros(2, 1 << 20), turns)
+    merge_peers(torch.zeros(ranks, dtype=torch.int64), turns, first, rows, 129, 1 << 20)
+    counts.append(len(compiled))
+print(counts)
+"""
+
+
 def compilations(program, cache, arch="sm90", *arguments):
     """What a program prints that launches on a GPU that is not there and counts compilations."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -169,6 +180,13 @@ def test_a_growing_cache_does_not_recompile(tmp_path):
 def test_the_same_code_on_any_number_of_ranks(tmp_path):
     """Forward, dq, dk with dv: whatever rows, heads and batch a rank has, so products have one shape and order."""
     assert compilations(ANY_RANKS, tmp_path) == [3, 3, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm80", "sm90", "sm100"])
+def test_merges_of_what_other_gpus_hold(arch, tmp_path):
+    """A copy and a merge: two compilations, whatever the ranks and rows."""
+    assert compilations(PEERS, tmp_path, arch) == [2, 2, 2]
 
 
 @pytest.mark.slow

@@ -1,7 +1,10 @@
 """Triton's split-KV decode kernel and the merge of its states, against the float64 oracle."""
 
+from unittest import mock
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megatron_tree.core import energy, merge
 from megatron_tree.core.kernels import KVCache, best_keys
@@ -66,6 +69,52 @@ def test_decode(case, s_q, heads, d, d_v, num_splits):
     lse = lse.transpose(1, 2)
     assert_near(state[..., :-1], out, s)
     assert_near(state[..., -1], lse, s)
+
+
+@pytest.mark.parametrize("kept", ["dense", "paged"])
+def test_rows_of_any_length_in_a_table_of_any_width(kept):
+    """The same launches and bits, and no key is read beyond a row's length: there is NaN, and a page that is not there.
+    Every row is cut into as many splits as its tiles allow."""
+    lengths, page, spec = torch.tensor([0, 5, 64, 65, 300], device=DEVICE), 16, AttnSpec(softmax_scale=0.25)
+    q, k, v, _ = inputs(1, 320, (4, 2), batch=5)
+    slots = torch.arange(320, device=DEVICE)
+    keep = (slots < lengths[:, None])[:, None]
+    k, v = (x.masked_fill(~keep[:, 0, :, None, None], float("nan")) for x in (k, v))
+    grids, found = [], []
+    for width in (320, 1024, 16384):
+        seen = dict(lengths=lengths)
+        if kept == "paged":
+            (keys, table), (values, _) = paged(k, page), paged(v, page)
+            beyond = slots[::page] >= lengths[:, None]
+            wide = torch.full((5, width // page), 1 << 30, dtype=torch.int32, device=DEVICE)
+            wide[:, : table.shape[1]] = table.masked_fill(beyond, 1 << 30)
+            seen["block_table"] = wide
+        else:
+            keys, values = (F.pad(x, (0, 0, 0, 0, 0, width - 320), value=float("nan")) for x in (k, v))
+        kernel = _Grids(decode.attn_decode_kernel)
+        with mock.patch.object(decode, "attn_decode_kernel", kernel):
+            found.append(decode.attn_decode(q, KVCache(keys, values, **seen), spec, num_splits=4))
+        grids += kernel.grids
+    out, lse = energy.attention(q.double(), *(x.double().nan_to_num() for x in (k, v)), spec=spec, keep=keep)
+    assert_near(found[0][..., :-1], out, 300)
+    assert_near(found[0][..., -1], lse.transpose(1, 2), 300)
+    assert all(torch.equal(x, found[0]) for x in found) and grids == [(4, 2, 5)] * 3
+
+
+class _Grids:
+    def __init__(self, kernel):
+        self.kernel, self.grids = kernel, []
+
+    def __getitem__(self, grid):
+        self.grids.append(grid)
+        return self.kernel[grid]
+
+
+def test_the_number_of_splits_where_the_device_knows_the_length():
+    """It fills a GPU with one long row, and does not follow the table's width."""
+    chosen = {n: decode._splits(n, 8, None, False, 264, by_length=True) for n in (64, 640, 1 << 14, 1 << 20)}
+    assert chosen == {64: (1, 0), 640: (10, 0), 1 << 14: (33, 0), 1 << 20: (33, 0)}
+    assert decode._splits(1 << 20, 8, None, True, 264, by_length=True) == (1 << 10, decode.SPLIT_KEYS)
 
 
 @pytest.mark.parametrize(("s_q", "heads"), [(1, 128), (3, 20)])

@@ -135,3 +135,16 @@ def test_shared_memory_makes_rounds_of_messages_expensive():
         assert costs(plan)[schedule, "direct"].time_s < costs(in_messages)[schedule, "direct"].time_s
         assert costs(plan)[schedule, "direct"].bytes == costs(in_messages)[schedule, "direct"].bytes
         assert costs(plan)["butterfly", "direct"] == costs(in_messages)["butterfly", "direct"]
+
+
+def test_states_that_are_read_in_other_gpus_memory():
+    """All of a state, or the rows of own heads; large ones, and schedules of several rounds, are NCCL's."""
+    reads = dataclasses.replace(DGX, transport="symm_mem")
+    for rows, local_heads, schedule in ((16, False, "allgather"), (16, True, "scatter")):
+        found, in_messages = (costs(decode([0] * 8, x, rows, local_heads=local_heads)) for x in (reads, DGX))
+        assert found[schedule, "direct"].time_s < in_messages[schedule, "direct"].time_s
+        assert found[schedule, "direct"].bytes == in_messages[schedule, "direct"].bytes
+        assert found["butterfly", "direct"] == in_messages["butterfly", "direct"]
+        assert decode([0] * 8, reads, rows, local_heads=local_heads).schedule == schedule
+    large = dict(rows=1 << 15)
+    assert costs(decode([0] * 8, reads, **large)) == costs(decode([0] * 8, DGX, **large))

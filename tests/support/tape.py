@@ -28,6 +28,8 @@ class Tape(TorchDispatchMode):
 
     replays, made_after = 0, []
     """Of all tapes since `begin`: the replays, and how many there had been when each tape was made."""
+    only_replayed = ()
+    """(owner, name) of functions that return nothing, or kernels, which are written down and not run meanwhile."""
 
     def __init__(self, run):
         super().__init__()
@@ -85,12 +87,12 @@ class Tape(TorchDispatchMode):
         else:
             self._done.append((name, func, args, kwargs, out))
 
-    def _opaque(self, name, func):
+    def _opaque(self, name, func, runs=True):
         """func, written down as one operation."""
 
         def call(*args, **kwargs):
             with _disable_current_modes():
-                out = func(*args, **kwargs)
+                out = func(*args, **kwargs) if runs else None
             self._write_down(name, func, args, kwargs, out)
             return out
 
@@ -106,6 +108,10 @@ class Tape(TorchDispatchMode):
             )
             for module, kernel in ((decode, "attn_decode_kernel"), (merge, "merge_states_kernel")):
                 stack.enter_context(mock.patch.object(module, kernel, _Launches(self, kernel, getattr(module, kernel))))
+            for owner, name in self.only_replayed:
+                func = getattr(owner, name)
+                write_down = _Launches if hasattr(func, "fn") else Tape._opaque
+                stack.enter_context(mock.patch.object(owner, name, write_down(self, name, func, runs=False)))
             yield
 
 
@@ -127,11 +133,11 @@ def _storages(tree):
 class _Launches:
     """A Triton kernel whose launches are written down, with their grids."""
 
-    def __init__(self, tape, name, kernel):
-        self._tape, self._name, self._kernel = tape, name, kernel
+    def __init__(self, tape, name, kernel, runs=True):
+        self._tape, self._name, self._kernel, self._runs = tape, name, kernel, runs
 
     def __getitem__(self, grid):
-        return self._tape._opaque(f"{self._name}{list(grid)}", self._kernel[grid])
+        return self._tape._opaque(f"{self._name}{list(grid)}", self._kernel[grid], self._runs)
 
 
 def _not_sent(func, args):

@@ -37,7 +37,8 @@ from .pages import kept
 from .rows import Append
 from .sharded import RowTables, ShardedCache, View
 
-LEAST_PAGES, LEAST_TOKENS = 8, 128  # capacities below these are not distinguished
+LEAST_PAGES, LEAST_TOKENS = 1 << 12, 1 << 20  # capacities below these are not distinguished
+LEAST_CUT = 8  # the same, pages of a row whose keys are cut by the width of its table
 
 
 class Capacity(NamedTuple):
@@ -46,22 +47,27 @@ class Capacity(NamedTuple):
     rows: int
     """A power of two; rows beyond those that are run are empty."""
     tokens: int
-    """Upper bound of the rows' lengths, a power of two: all that the host knows of them."""
+    """Upper bound of the rows' lengths: all that the host knows of them."""
     pages: tuple[int, ...]
     """By kind of layer: upper bound of a row's pages on one rank."""
 
     def serves(self, needed: Capacity) -> bool:
-        """Whether a step of this capacity may take the place of one of `needed`, and about as fast: its kernels split
-        the keys of its pages, so rows that have less than half of them would leave most of a GPU without work."""
+        """Whether a step of this capacity may take the place of one of `needed`, and about as fast: where its kernels
+        split the keys of its pages, rows that have less than half of them would leave most of a GPU without work."""
         holds = self.tokens >= needed.tokens and all(x >= y for x, y in zip(self.pages, needed.pages, strict=True))
         return self.rows == needed.rows and holds and max(self.pages) <= 2 * max(needed.pages)
 
 
 class Capacities:
-    """The capacity for the rows of a step. Every rank finds the same, in its own book of all ranks' pages."""
+    """The capacity for the rows of a step. Every rank finds the same, in its own book of all ranks' pages.
 
-    def __init__(self, store: ShardedCache):
-        self._book = store.book
+    cut_by_length: whether kernels cut each row's own keys, so that a wide table costs nothing: then one capacity is for
+    rows of all lengths, as long as they have at most `LEAST_PAGES` on a rank, and another for 16 times as many. With
+    `deterministic` keys are cut everywhere in one way, into as many parts as the table has room for.
+    """
+
+    def __init__(self, store: ShardedCache, *, cut_by_length: bool):
+        self._book, self._cut_by_length = store.book, cut_by_length
         self._most: dict[int, tuple[tuple[int, int], int]] = {}
 
     def of(self, row_ids) -> Capacity:
@@ -75,14 +81,22 @@ class Capacities:
                 known = state, max(runs.count() for runs in row.runs)
             most[row_id] = known
         self._most = most
-        whole = _quarter_steps(max(LEAST_PAGES, *(pages for _, pages in most.values())))
+        longest, pages = max(book.rows[row_id].length for row_id in row_ids), max(pages for _, pages in most.values())
+        if self._cut_by_length:
+            whole, tokens = _sixteenfold(LEAST_PAGES, pages), _sixteenfold(LEAST_TOKENS, longest)
+        else:
+            whole, tokens = _quarter_steps(max(LEAST_CUT, pages)), _power_of_2(max(LEAST_CUT * book.page_size, longest))
         widths = tuple(whole if window is None else min(whole, window // book.page_size + 2) for window in book.windows)
-        longest = max(book.rows[row_id].length for row_id in row_ids)
-        return Capacity(_power_of_2(len(row_ids)), max(LEAST_TOKENS, _power_of_2(longest)), widths)
+        return Capacity(_power_of_2(len(row_ids)), tokens, widths)
 
 
 def _power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
+
+
+def _sixteenfold(least: int, n: int) -> int:
+    """The smallest of least, 16 least, 256 least, ... that is n at least."""
+    return least if n <= least else _sixteenfold(16 * least, n)
 
 
 def _quarter_steps(n: int) -> int:
@@ -249,7 +263,7 @@ class GraphedSteps:
             pool = torch.cuda.graph_pool_handle()  # memory that the graphs share: one of them runs at a time
             capture = functools.partial(CudaGraph, pool=pool, stream=torch.cuda.Stream(runner.device))
         self._runner, self._store, self._capture = runner, runner.store, capture
-        self._capacities = Capacities(runner.store)
+        self._capacities = Capacities(runner.store, cut_by_length=not runner.config.deterministic)
         self._steps: OrderedDict[Capacity, _Step] = OrderedDict()
         self._is_static, self._resets = False, runner.store.resets
 

@@ -11,6 +11,7 @@
 - work.py         messages and collectives in progress, and their time limits; what was sent, recorded for tests
 - collectives.py  gathers and reduce-scatters of a team, in one or two levels
 - shared/         small collectives of the ranks of one host, through memory that they share
+- symmetric.py    decode's merges in the memory of GPUs that ranks read from one another
 - reductions.py   decode's reductions of one state per rank; the k-th largest of all ranks' integers
 - wire.py         JSON values between ranks
 - rendezvous.py   the default process group and its store

@@ -15,10 +15,11 @@ import json
 import sys
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack, is_legacy_batchedtensor
@@ -305,6 +306,26 @@ def gather(watchdog: Watchdog, name: str, value: str, timeout_s: float) -> list[
     if isinstance(outcome, list):
         return outcome
     raise watchdog.fail(outcome)
+
+
+class Refused(Exception):
+    """Some rank can't take part in something that all or none must have; the message says which one, and why."""
+
+
+def unanimous(ranks: Ranks, step: str, act: Callable[[], str | None]) -> list[str]:
+    """What act() returned on every rank, empty for None. Collective, once for each step of a group.
+
+    Raises: `Refused`, the same on all ranks, if act() raised it, an ``OSError`` or a ``RuntimeError`` on one of them.
+    """
+    try:
+        said = f"+{act() or ''}"
+    except (OSError, RuntimeError, Refused) as error:
+        said = f"-rank {dist.get_rank()}: {error}"
+    answers = gather(ranks.watchdog, step, said, ranks.timeout_s)
+    for answer in answers:
+        if answer.startswith("-"):
+            raise Refused(answer[1:])
+    return [answer[1:] for answer in answers]
 
 
 # steps, and errors ahead of a call

@@ -138,6 +138,8 @@ class GroupState:
     """links.py: `Links`, once measured, by the type of a device."""
     shared: Any = None
     """shared/: a `SharedMemory`, or a text that says why there is none."""
+    symmetric: Any = None
+    """symmetric.py: a `SymmetricMemory`, or a text that says why there is none."""
     bound: dict[tuple, Any] = field(default_factory=dict)
     """ranks.py: (type of a device, TreeConfig) -> `Ranks`."""
     tuned: dict[tuple, Any] = field(default_factory=dict)

@@ -20,11 +20,13 @@ from ..config import TreeConfig, default_config
 from ..merge import SumReducer
 from ..plan import Placement, Topology, default_topology, load_topology, place
 from ..plan.decode import SMALL_SUM
+from . import shared, symmetric
 from .agreement import CollectiveCall, gather
 from .collectives import start_all_to_all_v, start_gather, start_reduce_scatter
 from .group import GroupState
 from .links import Links, measured_links
-from .shared import SUMS, SharedMemory, join
+from .shared import SUMS, SharedMemory
+from .symmetric import SymmetricMemory
 from .team import Team, subgroup
 from .watchdog import Watchdog
 from .work import Mail, meet, note, run
@@ -122,7 +124,7 @@ class Ranks:
 
         Where the user leaves it open, direct with gloo on the CPU, whose collectives wait for every message in turn,
         and builtin elsewhere, or where a topology that is named says so: that was measured, or is another backend's.
-        Raises ``ValueError`` where "direct" or "shm" is asked for and can't be had.
+        Raises ``ValueError`` where another one is asked for that the group's backend does not have.
         """
         wanted, named = self.config.transport, self.config.topology
         return "builtin" if wanted == "auto" and named and self._assumed.transport == "builtin" else self._messages
@@ -139,6 +141,11 @@ class Ranks:
                 f"transport={wanted!r} needs gloo and tensors on the CPU; this group has {self.backend} for tensors on "
                 f"{self.device_type}: use transport='builtin' or 'auto'"
             )
+        if wanted == "symm_mem" and self.backend != "nccl":
+            raise ValueError(
+                f"transport='symm_mem' needs NCCL and tensors on GPUs; this group has {self.backend} for tensors on "
+                f"{self.device_type}: use transport='auto'"
+            )
         return "direct" if gloo and wanted != "builtin" else "builtin"
 
     @functools.cached_property
@@ -147,15 +154,32 @@ class Ranks:
 
         Raises: ``ValueError`` where transport is "shm" and it can't be had; `CommError`.
         """
-        wanted, state = self.config.transport, self.state
-        if self.size == 1 or self._messages != "direct" or wanted == "direct":
+        if self.size == 1 or self._messages != "direct" or self.config.transport == "direct":
             return None
-        if state.shared is None:
-            state.shared = join(self)
-        if isinstance(state.shared, SharedMemory):
-            return state.shared
-        if wanted == "shm":
-            raise ValueError(f"transport='shm' can't be had: {state.shared}; use transport='auto' or 'direct'")
+        if self.state.shared is None:
+            self.state.shared = shared.join(self)
+        return self._had("shm", self.state.shared, SharedMemory)
+
+    @functools.cached_property
+    def symmetric(self) -> SymmetricMemory | None:
+        """The memory of GPUs in which ranks read each other's partial results, where they can. Collective at the
+        group's first call.
+
+        Raises: ``ValueError`` where transport is "symm_mem" and it can't be had; `CommError`.
+        """
+        if self.size == 1 or self.backend != "nccl" or self.config.transport == "builtin":
+            return None
+        if self.state.symmetric is None:
+            self.state.symmetric = symmetric.join(self)
+        return self._had("symm_mem", self.state.symmetric, SymmetricMemory)
+
+    def _had(self, transport: str, memory, kind: type):
+        """memory, where it is of that kind; else it is the text that says why not."""
+        if isinstance(memory, kind):
+            return memory
+        if self.config.transport == transport:
+            other = self._messages
+            raise ValueError(f"transport={transport!r} can't be had: {memory}; use transport='auto' or {other!r}")
         return None
 
     # the network
@@ -186,11 +210,13 @@ class Ranks:
 
     @functools.cached_property
     def network_of_memory(self) -> Network:
-        """`network`, whose transport is "shm" where the ranks share memory: for collectives over a cache."""
+        """`network`, whose transport is "shm" or "symm_mem" where the ranks have such memory: for collectives over a
+        cache."""
         network = self.network
-        if self.memory is None:
+        if self.memory is None and self.symmetric is None:
             return network
-        return network._replace(topology=dataclasses.replace(network.topology, transport="shm"))
+        transport = "shm" if self.memory is not None else "symm_mem"
+        return network._replace(topology=dataclasses.replace(network.topology, transport=transport))
 
     @property
     def measures(self) -> bool:

@@ -20,7 +20,8 @@ from ..kernels import merge_packed
 from ..merge import NO_ENTRY, finite, normalized, numerators
 from .collectives import from_next, start_gather, start_reduce_scatter
 from .ranks import Ranks
-from .shared import CAPACITY
+from .shared import SharedMemory
+from .symmetric import SymmetricMemory
 from .team import Team
 from .work import Mail, Transfer, note
 
@@ -49,8 +50,8 @@ class Reduction:
     """[..., d + 1]; of "local_share" [rows, ..., d + 1]."""
     dtype: torch.dtype
     in_memory: bool = False
-    """Whether states go through the memory that the ranks share, if they do, in one round; schedules of several rounds
-    are messages."""
+    """Whether states go through the memory that the ranks share, or read from one another, if they do, in one round;
+    schedules of several rounds are messages."""
     order: tuple[int, ...] = ()
     """The ranks by node (`plan.Placement`); default: every rank is its own node."""
     block: int = 1
@@ -70,12 +71,18 @@ class Reduction:
     def _schedule(self) -> Callable[[Reduction], Finish]:
         if self.ranks.size == 1:
             return lambda _: lambda state: state
-        transport = self.transport
-        return _SCHEDULES.get((self.schedule, transport)) or _SCHEDULES[self.schedule, "direct"]
+        return _SCHEDULES.get((self.schedule, self.transport)) or _SCHEDULES[self.schedule, _MESSAGES[self.transport]]
 
     @property
+    def memory(self) -> SharedMemory | SymmetricMemory | None:
+        """A group has one of them at most for a type of device."""
+        return (self.ranks.memory or self.ranks.symmetric) if self.in_memory else None
+
+    @functools.cached_property
     def transport(self) -> str:
-        return "shm" if self.in_memory and self.ranks.memory is not None else self.ranks.transport
+        if isinstance(self.memory, SharedMemory):
+            return "shm"
+        return "symm_mem" if self.memory is not None and self.merges_in_memory else self.ranks.transport
 
     @functools.cached_property
     def by_node(self) -> tuple[int, ...]:
@@ -91,9 +98,9 @@ class Reduction:
 
     @functools.cached_property
     def merges_in_memory(self) -> bool:
-        """Whether memory.c merges the ranks' states as it reads them."""
+        """Whether the ranks' states are merged as they are read there."""
         num_bytes = math.prod(self.shape) * self.dtype.itemsize
-        return self.reducer is PackedReducer and self.dtype == torch.float32 and num_bytes <= CAPACITY
+        return self.reducer is PackedReducer and self.dtype == torch.float32 and num_bytes <= self.memory.capacity
 
     @functools.cached_property
     def first(self) -> int:
@@ -120,7 +127,7 @@ def _allgather_builtin(of: Reduction) -> Finish:
 
 
 def _allgather_in_memory(of: Reduction) -> Finish:
-    memory = of.ranks.memory
+    memory = of.memory
     if of.merges_in_memory:
         return lambda state: memory.merge_rows(state, 0, len(state), of.ranks)
     return lambda state: of.merge_shared(memory.gather(state, of.ranks))
@@ -310,8 +317,8 @@ def _two_level_builtin(of: Reduction) -> Finish:
 
 
 def _local_share_in_memory(of: Reduction) -> Finish:
-    """Through shared memory, from which each rank merges its rows."""
-    memory, count = of.ranks.memory, of.shares[of.ranks.rank]
+    """Each rank merges its rows from there."""
+    memory, count = of.memory, of.shares[of.ranks.rank]
     if of.merges_in_memory:
         return lambda state: memory.merge_rows(state, of.first, count, of.ranks)
     return lambda state: of.merge_shared(memory.exchange(_by_rank(of, state), of.ranks))[:count]
@@ -372,12 +379,14 @@ def _padded_rows(shares: tuple[int, ...], order: tuple[int, ...], device: torch.
     return torch.tensor(rows, device=device)
 
 
+_MESSAGES = {"shm": "direct", "symm_mem": "builtin"}  # of schedules of several rounds
 _SCHEDULES = {
     ("allreduce", "direct"): _allreduce,  # the paper's schedule is made of the backend's collectives
     ("allreduce", "builtin"): _allreduce,
     ("allgather", "builtin"): _allgather_builtin,
     ("allgather", "direct"): _allgather_direct,
     ("allgather", "shm"): _allgather_in_memory,
+    ("allgather", "symm_mem"): _allgather_in_memory,
     ("butterfly", "builtin"): _butterfly_builtin,
     ("butterfly", "direct"): _butterfly_direct,
     ("scatter", "builtin"): _scatter_builtin,
@@ -386,6 +395,7 @@ _SCHEDULES = {
     ("local_share", "builtin"): _local_share_builtin,
     ("local_share", "direct"): _local_share_direct,
     ("local_share", "shm"): _local_share_in_memory,
+    ("local_share", "symm_mem"): _local_share_in_memory,
     ("two_level", "builtin"): _two_level_builtin,
     ("two_level", "direct"): _two_level_direct,
 }

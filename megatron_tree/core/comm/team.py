@@ -95,7 +95,7 @@ def subgroup(team: Team, ranks: tuple[int, ...]):
         weakref.finalize(whole.group, _free, made).atexit = False
     if (name, ranks) not in made:
         make = functools.partial(_new_group, whole, ranks, f"megatron_tree {name}")
-        made[name, ranks] = _in_time(make, whole.timeout_s)
+        made[name, ranks] = in_time(make, whole.timeout_s, "a group of some of the ranks")
     return made[name, ranks]
 
 
@@ -154,8 +154,9 @@ class _Former:
     abort = shutdown
 
 
-def _in_time(make, limit_s: float):
-    """make(), in its own thread: torch waits without a time limit for a store whose process is stopped."""
+def in_time(make, limit_s: float, what: str):
+    """make(), in its own thread: torch waits without a time limit for a store whose process is stopped. what it makes,
+    for the ``RuntimeError`` after that time."""
     answer: Future = Future()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
@@ -171,4 +172,4 @@ def _in_time(make, limit_s: float):
     try:
         return answer.result(limit_s + 0.2)  # torch's own error, which comes first, says more
     except TimeoutError:
-        raise RuntimeError(f"a group of some of the ranks was not made within {limit_s:g} s") from None
+        raise RuntimeError(f"{what} was not made within {limit_s:g} s") from None

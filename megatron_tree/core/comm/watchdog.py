@@ -460,11 +460,12 @@ def waited_s() -> float:
     return max(0.0, time.monotonic() - min([store.waiting_since, *(x.since for x in waits if x is not None)]))
 
 
-# particular to gloo: giving up a wait, and telling its errors from others
+# giving up a wait of gloo, and telling errors of communication from others
 
 
 UNUSED_TAG = (1 << 31) - 1  # no message has it
 _WORDS = ("gloo", "pair closure", "Operation timed out", "Connection closed by peer", "Connection reset by peer")
+_TRAP = "unspecified launch failure"  # CUDA's words for it: a barrier in symmetric memory gives up by a trap
 
 
 def interrupt(group) -> None:
@@ -510,9 +511,9 @@ def _aborts() -> dict[int, Callable[[int], None]]:
 
 
 def is_communication_error(error: Exception) -> bool:
-    """Whether an exception comes from torch.distributed; gloo raises plain ``RuntimeError``s."""
+    """Whether an exception comes from torch.distributed; gloo and CUDA raise plain ``RuntimeError``s."""
     return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
+        isinstance(error, RuntimeError) and any(word in str(error) for word in (*_WORDS, _TRAP))
     )
 
 

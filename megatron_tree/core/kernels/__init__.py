@@ -12,7 +12,7 @@ from .fixed_point import FixedPoint
 from .index import best_keys, index_scores
 from .kv_cache import KVCache, SharedPages
 from .leaves import sum_rows
-from .states import ACCELERATORS, StateReducer, merge_into, merge_packed, write_eight_bits
+from .states import ACCELERATORS, StateReducer, merge_into, merge_packed, triton_for, write_eight_bits
 
 __all__ = [
     "ACCELERATORS",
@@ -31,5 +31,6 @@ __all__ = [
     "merge_into",
     "merge_packed",
     "sum_rows",
+    "triton_for",
     "write_eight_bits",
 ]

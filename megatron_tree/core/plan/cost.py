@@ -63,7 +63,7 @@ class PlacedTopology:
         self.world, self.block, self.top = len(placement.order), placement.block, placement.top
         self.nodes = self.world // self.block
         self.direct = topology.transport in ("direct", "shm")
-        self.shared = topology.transport == "shm"
+        self.shared, self.reads_peers = topology.transport == "shm", topology.transport == "symm_mem"
         self.units = [placement.units[r] for r in placement.order]
         self.population = [Counter(unit[i] for unit in self.units) for i in range(len(topology.levels))]
         self._first = [dict(zip(n, itertools.accumulate(n.values(), initial=0))) for n in self.population]

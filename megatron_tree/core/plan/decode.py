@@ -29,6 +29,8 @@ from .plans import Cost, DecodePlan, ReductionPlan
 from .topology import Placement, Topology
 
 SHARED_S = 1e-5  # a round through shared memory, the calls included; ranks that have cores meet in 3 to 10 us
+PEERS_S = 8e-6  # a merge that reads the states of other GPUs: an estimate, three launches that wait for one another
+PEERS_BYTES = 1 << 22  # of a state that is read so, at most
 SMALL_SUM = 1 << 16  # bytes of a tensor that a sum over ranks sends whole, in one round (`comm.Ranks.sum`)
 GLOO_LATENCIES = 1.7  # per round of gloo's all-reduce, measured; two of its messages are in flight at a time
 
@@ -71,6 +73,13 @@ def add_exchange(total: Rounds, share: float) -> None:
     total.add(*placed.exchange(placed.everyone, share, None if placed.direct else 1))
 
 
+def _read_peers(total: Rounds, share: float) -> None:
+    """Every rank reads a share of every other's state, over the innermost links."""
+    read = (total.placed.world - 1) * share
+    time = PEERS_S + read / total.placed.topology.levels[0].bandwidth
+    total.add(time, [read, *[0.0] * (len(total.sent) - 1)])
+
+
 def add_gather(total: Rounds, share: float) -> None:
     """Every rank gets every other's share."""
     if total.placed.direct:
@@ -109,6 +118,10 @@ def _all_reduce(total: Rounds, size: float) -> None:
     _around(total, size / p, 2 * (p - 1), hops=hops)
 
 
+def _reads_peers(placed: PlacedTopology, step: StepSizes) -> bool:
+    return placed.reads_peers and step.state <= PEERS_BYTES
+
+
 def _allreduce(placed: PlacedTopology, step: StepSizes) -> tuple[Rounds, int]:
     """The paper's Algorithm 3: MAX of lse, then SUM of packed numerators and denominators."""
     total = Rounds(placed)
@@ -120,7 +133,7 @@ def _allreduce(placed: PlacedTopology, step: StepSizes) -> tuple[Rounds, int]:
 
 def _allgather(placed: PlacedTopology, step: StepSizes) -> tuple[Rounds, int]:
     total = Rounds(placed)
-    add_gather(total, step.state)
+    (_read_peers if _reads_peers(placed, step) else add_gather)(total, step.state)
     total.merge(placed.world, step.state)
     return total, placed.world * step.state
 
@@ -174,7 +187,7 @@ def _scatter(placed: PlacedTopology, step: StepSizes, local_heads: bool) -> tupl
     """Rows split over the ranks; each merges its own and sends the result to all, or keeps it if it has its heads."""
     total = Rounds(placed)
     share = -(-step.rows // placed.world) * step.row_bytes
-    add_exchange(total, share)
+    (_read_peers if local_heads and _reads_peers(placed, step) else add_exchange)(total, share)
     total.merge(placed.world, share)
     if local_heads:
         return total, placed.world * share

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..arguments import suggestion
 from ..files import read_yaml, whole_file
 
-TRANSPORTS = ("direct", "builtin", "shm")
+TRANSPORTS = ("direct", "builtin", "shm", "symm_mem")
 MAX_COUNT = 10**9
 TOPOLOGIES = Path(__file__).with_name("topologies")
 _DEFAULTS = {"gloo": "ethernet", "nccl": "dgx_h100"}  # backend -> file
@@ -63,7 +63,8 @@ class Topology:
     """Matrix flop/s of the attention kernels in training."""
     transport: str
     """"direct": point-to-point exchanges (gloo); "builtin": the backend's own collectives (nccl); "shm": as direct, but
-    the gathers and sums of decoding go through memory that the ranks, all on one host, share."""
+    the gathers and sums of decoding go through memory that the ranks, all on one host, share; "symm_mem": as builtin,
+    but partial results of decoding are read in the memory of the other ranks."""
 
     def __post_init__(self):
         if self.transport not in TRANSPORTS:

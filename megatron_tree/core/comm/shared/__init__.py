@@ -18,7 +18,6 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +29,7 @@ from ...compiled import NotCompiled, compiled
 from ...errors import CommError
 from ...kernels import merge_packed
 from ...log import say_once
-from ..agreement import gather
+from ..agreement import Refused, unanimous
 from ..watchdog import Watchdog
 from ..work import note, recorders
 
@@ -93,33 +92,17 @@ def _library() -> ctypes.CDLL | str:
     return library
 
 
-class _Refused(Exception):
-    """Some rank can't share memory; the message says which one, and why."""
-
-
 def join(ranks: Ranks) -> SharedMemory | str:
     """The memory of a group, or why there is none: the same on all ranks. Collective."""
     if len(set(ranks.hosts)) > 1:
         return "its ranks are on several hosts"
-
-    def all_ranks(step: str, act: Callable[[], str | None]) -> list[str]:
-        """What every rank's act() returned. Raises `_Refused` on all ranks if one of them failed."""
-        try:
-            said = f"+{act() or ''}"
-        except (OSError, _Refused) as error:
-            said = f"-rank {dist.get_rank()}: {error}"
-        answers = gather(ranks.watchdog, f"shared memory: {step}", said, ranks.timeout_s)
-        for answer in answers:
-            if answer.startswith("-"):
-                raise _Refused(answer[1:])
-        return [answer[1:] for answer in answers]
 
     memory = None
 
     def make() -> str | None:
         nonlocal memory
         if (why := unavailable()) is not None:
-            raise _Refused(why)
+            raise Refused(why)
         if ranks.rank == 0:
             memory = SharedMemory.make(ranks.size)
             return memory.address
@@ -132,10 +115,10 @@ def join(ranks: Ranks) -> SharedMemory | str:
         memory.be_alive()
 
     try:
-        address = all_ranks("made", make)[0]
-        all_ranks("joined", join)
-        all_ranks("checked", lambda: memory.check())
-    except _Refused as refused:
+        address = unanimous(ranks, "shared memory: made", make)[0]
+        unanimous(ranks, "shared memory: joined", join)
+        unanimous(ranks, "shared memory: checked", lambda: memory.check())
+    except Refused as refused:
         say_once(f"small collectives of ranks {list(ranks.state.ranks)} are messages, not shared memory: {refused}")
         return str(refused)
     return memory
@@ -154,6 +137,8 @@ def _numbers(*numbers: int) -> ctypes.Array:
 
 class SharedMemory:
     """The memory of one group on one of its ranks, and the collectives in it: of contiguous tensors on the CPU."""
+
+    capacity = CAPACITY
 
     def __init__(self, fd: int, name: str, world: int, rank: int):
         """fd: of the file, which is closed with this object; name: the file's."""

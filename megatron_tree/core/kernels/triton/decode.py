@@ -1,7 +1,9 @@
 """Split-KV decode: few queries over a long shard. A tile has all query heads of a KV head; keys are cut into splits.
 
 Each split writes its packed state; a second launch merges them (merge.py). What a query sees is given by lengths or by
-positions; the cache may be paged, and may hold int8 or fp8 with a scale per slot and head.
+positions; the cache may be paged, and may hold int8 or fp8 with a scale per slot and head. With lengths each row's own
+keys are cut, on the device, into equally long splits; those beyond them are empty. So the launches, and the bits, are
+the same however wide the table of pages is.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from .common import LOG2E, alibi, cap_logits, dot, head_of, softmax_end, softmax
 from .merge import merge_states
 
 KEYS = 64  # a split is a multiple of these
+_KEYS = tl.constexpr(KEYS)
+MOST_KEYS = 1 << 20  # for as many keys of a row the number of splits is chosen where the device alone knows them
 ROWS = {2: 64, 4: 16}  # of a tile, by itemsize; more queries go into further launches
 PAGE_SIZES = (16, 32, 64, 128, 256)
 SPLIT_KEYS = 1024  # keys of a split where the bits must not depend on the batch: 16 tiles
@@ -52,7 +56,7 @@ def attn_decode_kernel(
     """Tile row r is query r // GROUP of head tile * GROUP + r % GROUP; a KV head has PARTS tiles. STATE fp32
     [b, splits, s_q, h, E + 1]. SLOPES fp32 [b, h], ALiBi's, with positions; or None. SELECTED int32 [b, num_keys]:
     the slots that a row reads, -1: none; `sharers` rows read one row of the cache. None: all slots, in order, of a row
-    for each.
+    for each. keys_per_split 0: as many as cut the row's own length into num_splits.
     """
     split = tl.program_id(0)
     tile = tl.program_id(1).to(tl.int64)
@@ -76,12 +80,12 @@ def attn_decode_kernel(
         slope2 = tl.load(SLOPES + b * slopes_stride + h, mask=in_q, other=0.0)[:, None] * LOG2E
     k_base = K + h_kv * k_strides[2]
     v_base = V + h_kv * v_strides[2]
-    of_row = b
+    row = b
     if SELECTED is not None:
-        of_row = b // sharers
+        row = b // sharers
     if PAGE == 0:
-        k_base += of_row * k_strides[0]
-        v_base += of_row * v_strides[0]
+        k_base += row * k_strides[0]
+        v_base += row * v_strides[0]
     acc0 = tl.zeros((M, E0), tl.float32)
     acc1 = acc0
     if E1 > 0:
@@ -91,6 +95,8 @@ def attn_decode_kernel(
     end = num_keys
     if HAS_LENGTHS:
         end = tl.minimum(end, tl.load(LENGTHS + b).to(tl.int32))
+    of_row = _KEYS * tl.cdiv(end, _KEYS * num_splits)
+    keys_per_split = tl.where(keys_per_split > 0, keys_per_split, of_row)
     start = split * keys_per_split
     end = tl.minimum(end, start + keys_per_split)
     for n in tl.range(start, end, N, num_stages=STAGES):
@@ -101,7 +107,7 @@ def attn_decode_kernel(
             valid = slot >= 0
         rows = slot.to(tl.int64)
         if PAGE > 0:
-            page = tl.load(BLOCK_TABLE + of_row * table_stride + slot // PAGE, mask=valid, other=0).to(tl.int64)
+            page = tl.load(BLOCK_TABLE + row * table_stride + slot // PAGE, mask=valid, other=0).to(tl.int64)
             k_rows = page * k_strides[0] + (slot % PAGE) * k_strides[1]
             v_rows = page * v_strides[0] + (slot % PAGE) * v_strides[1]
             scale_rows = page * scales_page_stride + (slot % PAGE) * scales_strides[0] + h_kv * scales_strides[1]
@@ -209,7 +215,8 @@ def unit_rows(positions: Tensor) -> Tensor:
 def attn_decode(q: Tensor, cache: KVCache, spec: AttnSpec, num_splits: int | None = None) -> Tensor:
     """See `Backend.attn_decode`. Pages hold 16 to 256 tokens, a power of two; others raise ``ValueError``.
 
-    num_splits: default chosen to fill the GPU; with spec.deterministic one for every SPLIT_KEYS keys.
+    num_splits: default chosen to fill the GPU; with spec.deterministic one for every SPLIT_KEYS keys. With lengths at
+        most so many.
     """
     if cache.block_table is not None:
         check_pages(cache.k)
@@ -266,7 +273,9 @@ def _launch(q: Tensor, cache: KVCache, spec: AttnSpec, num_splits: int | None, p
     machine = host.arch(q.device), fastest.gpu_of(q.device)
     fixed, blocks = _fixed(spec, h // num_tiles, parts, s_q, host.HeadDims(d, e), page, flags, q.dtype, machine)
     num_slots = blocks * host.multiprocessors(q.device)
-    num_splits, keys_per_split = _splits(num_keys, b * num_tiles, num_splits, spec.deterministic, num_slots)
+    num_splits, keys_per_split = _splits(
+        num_keys, b * num_tiles, num_splits, spec.deterministic, num_slots, by_length=lengths is not None
+    )
     slopes = host.alibi_slopes(spec, q)
     state = torch.empty((b, num_splits, s_q, h, e + 1), dtype=torch.float32, device=q.device)
     attn_decode_kernel[(num_splits, num_tiles, b)](
@@ -320,11 +329,15 @@ def _fixed(
 
 
 def _splits(
-    num_keys: int, programs: int, num_splits: int | None, deterministic: bool, num_slots: int
+    num_keys: int, programs: int, num_splits: int | None, deterministic: bool, num_slots: int, by_length: bool
 ) -> tuple[int, int]:
-    """How many splits, and the keys of each; num_slots: programs that the GPU holds at a time."""
+    """How many splits, and the keys of each, 0 where each row's own length is cut; num_slots: programs that the GPU
+    holds at a time."""
     if num_splits is None and deterministic:
         return max(1, -(-num_keys // SPLIT_KEYS)), SPLIT_KEYS
+    tiles = max(1, -(-num_keys // KEYS))
     if num_splits is None:
-        num_splits = choose_splits(num_keys, programs, num_slots)
-    return num_splits, KEYS * max(1, -(-num_keys // (KEYS * num_splits)))
+        num_splits = choose_splits(MOST_KEYS if by_length else num_keys, programs, num_slots)
+    if by_length:
+        return min(num_splits, tiles), 0
+    return num_splits, KEYS * -(-tiles // num_splits)

@@ -14,6 +14,23 @@ from . import configs, host
 from .common import LN2, LOG2E
 
 
+@triton.jit
+def _with_states(top, den, num, lse, out):
+    """The maximum, denominator and numerators [COLS] so far, with more states: lse [n], out [n, COLS]."""
+    new = tl.maximum(top, tl.max(lse, 0))
+    level = tl.where(new == float("-inf"), 0.0, new)
+    w = tl.math.exp2((lse - level) * LOG2E)
+    shrink = tl.math.exp2((top - level) * LOG2E)
+    return new, den * shrink + tl.sum(w, 0), num * shrink + tl.sum(w[:, None] * out, 0)
+
+
+@triton.jit
+def _store_state(TO, c, top, den, num, E: tl.constexpr):
+    safe = tl.where(den == 0.0, 1.0, den)
+    tl.store(TO + c, num / safe, mask=c < E)
+    tl.store(TO + E, tl.where(den == 0.0, float("-inf"), top + tl.math.log2(safe) * LN2))
+
+
 @triton.jit(do_not_specialize=["num_states", "inner", "outer_stride", "state_stride"])
 def merge_states_kernel(
     IN, BITS, OUT, num_states, inner, outer_stride, state_stride,
@@ -41,18 +58,8 @@ def merge_states_kernel(
             lse = tl.load(BITS + at + E, mask=i < num_states, other=float("-inf"))
         mask = (i < num_states)[:, None] & (c < E)[None, :]
         out = tl.load(IN + at[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32)
-        new = tl.maximum(top, tl.max(lse, 0))
-        level = tl.where(new == float("-inf"), 0.0, new)
-        w = tl.math.exp2((lse - level) * LOG2E)
-        shrink = tl.math.exp2((top - level) * LOG2E)
-        den = den * shrink + tl.sum(w, 0)
-        num = num * shrink + tl.sum(w[:, None] * out, 0)
-        top = new
-    safe = tl.where(den == 0.0, 1.0, den)
-    lse = tl.where(den == 0.0, float("-inf"), top + tl.math.log2(safe) * LN2)
-    to = OUT + r * (E + 1)
-    tl.store(to + c, num / safe, mask=c < E)
-    tl.store(to + E, lse)
+        top, den, num = _with_states(top, den, num, lse, out)
+    _store_state(OUT + r * (E + 1), c, top, den, num, E)
 
 
 def merge_states(packed: Tensor, dim: int = 0) -> Tensor:
@@ -73,12 +80,16 @@ def merge_states(packed: Tensor, dim: int = 0) -> Tensor:
         merge_states_kernel[(rows,)](
             IN=packed, BITS=packed.view(torch.int16) if words == 2 else packed, OUT=out, num_states=n, inner=inner,
             outer_stride=n * inner * (e + words), state_stride=inner * (e + words), E=e, WORDS=words, COLS=cols,
-            STATES=max(1, min(32, 8192 // cols)), num_warps=4,
+            STATES=_states_at_once(cols), num_warps=4,
         )  # fmt: skip
     return out
 
 
 merge_packed = host.on_its_device(merge_states)
+
+
+def _states_at_once(cols: int) -> int:
+    return max(1, min(32, 8192 // cols))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
