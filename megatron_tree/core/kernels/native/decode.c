@@ -89,13 +89,12 @@ INLINE int64_t add(const Memory *m, const char *const *value, int keys, int64_t 
 
 /* Numbers `from` to `to` - 1 of a block, KV heads `head` to `heads` - 1: their scores. Tiles fill the registers,
  * single keys are read as they lie in memory. */
-static void score_piece(const Block *b, const Memory *m, int64_t head, int64_t heads, int from, int to,
-                        const char *later)
+static void score_piece(const Block *b, const Memory *m, int64_t head, int64_t heads, int from, const char *later)
 {
 #define SCORE(R, IF, KEYS_OF_TILE)                                                                                     \
     if (m->some[i / ROWS] == R && (IF))                                                                                \
         for (int64_t n = head, row = n * m->rows + i; n < heads; n++, row += m->rows)                                  \
-            for (int j = from; j < to; j += KEYS_OF_TILE)                                                              \
+            for (int j = from; j < from + (KEYS_OF_TILE == 1 ? 1 : TILE); j += KEYS_OF_TILE)                                                              \
                 score(m, b->k + j, n * b->k_head, m->q + row * m->d, R, KEYS_OF_TILE, m->s + row * KEYS + j, later);
     for (int64_t i = 0; i < m->rows; i += ROWS) {
         SCORE(1, m->piece == 1, 1) SCORE(1, m->piece > 1, 4)
@@ -105,8 +104,7 @@ static void score_piece(const Block *b, const Memory *m, int64_t head, int64_t h
     }
 }
 
-static void add_piece(const Block *b, const Memory *m, int64_t head, int64_t heads, int from, int to,
-                      const char *later)
+static void add_piece(const Block *b, const Memory *m, int64_t head, int64_t heads, int from, const char *later)
 {
 #define SOME(R, NUM_KEYS, VECTORS)                                                                                     \
     at = add(m, b->v + from, NUM_KEYS, n * b->v_head, m->s + row * KEYS + from, R, VECTORS, at,                        \
@@ -116,12 +114,11 @@ static void add_piece(const Block *b, const Memory *m, int64_t head, int64_t hea
         for (int64_t n = head, row = n * m->rows + i, at = 0; n < heads; n++, row += m->rows, at = 0) {                \
             SOME(R, NUM_KEYS, VECTORS) SOME(R, NUM_KEYS, VECTORS / 2) SOME(R, NUM_KEYS, 1)                             \
         }
-    int keys = to - from;
     for (int64_t i = 0; i < m->rows; i += ROWS) {
-        ADD(1, keys == 1, 1, 8) ADD(1, keys > 1, keys, 8)
-        ADD(2, keys == 1, 1, OF_32(8, 4)) ADD(2, keys > 1, keys, OF_32(8, 4))
-        ADD(3, 1, keys, 4)
-        ADD(4, 1, keys, OF_32(4, 2))
+        ADD(1, m->piece == 1, 1, 8) ADD(1, m->piece > 1, TILE, 8)
+        ADD(2, m->piece == 1, 1, OF_32(8, 4)) ADD(2, m->piece > 1, TILE, OF_32(8, 4))
+        ADD(3, 1, TILE, 4)
+        ADD(4, 1, TILE, OF_32(4, 2))
     }
 }
 
@@ -133,24 +130,20 @@ static void weigh(const Call *c, const Block *b, const Memory *m, const float *k
     const uint8_t *seen = b->seen + query * KEYS;
     float *s = m->s + row * KEYS, *acc = m->acc + row * m->d_v, before = m->top[row], cap = c->softcap;
     float slope = m->slopes ? m->slopes[n * group + i % group] : 0;
-    int padded = (b->count + WIDTH - 1) / WIDTH * WIDTH;
+    int padded = (b->count + 15) / 16 * 16;
     vf most = (vf){0} + before, total = {0};
-    for (int j = 0; j < padded; j += WIDTH) {
-        vf x = load(s + j);
-        if (c->k_scale)
-            x *= load(k_scale + j);
+    for (int j = 0; (c->k_scale || cap > 0 || slope != 0) && j < padded; j += WIDTH) {
+        vf x = c->k_scale ? load(s + j) * load(k_scale + j) : load(s + j);
         if (cap > 0)
             x = cap * vtanh(x * (1 / cap));
-        if (slope != 0)
-            x -= slope * load(b->gaps + query * KEYS + j);
-        store(s + j, x);
-        for (int t = j; b->masked && t < j + WIDTH; t++)
-            s[t] = seen[t] ? s[t] : -INFINITY;
-        for (int t = b->count; t < j + WIDTH; t++)
-            s[t] = -INFINITY;
-        x = load(s + j);
-        most = select_(most > x, most, x);
+        store(s + j, slope != 0 ? x - slope * load(b->gaps + query * KEYS + j) : x);
     }
+    for (int j = 0; b->masked && j < b->count; j++)
+        s[j] = seen[j] ? s[j] : -INFINITY;
+    for (int j = b->count; j < padded; j++)
+        s[j] = -INFINITY;
+    for (int j = 0; j < padded; j += WIDTH)
+        most = larger(most, load(s + j));
     float largest = maximum(most);
     for (int j = 0; largest == -INFINITY && j < b->count; j++)
         largest = s[j] != s[j] ? s[j] : largest; /* NaN alone */
@@ -164,7 +157,7 @@ static void weigh(const Call *c, const Block *b, const Memory *m, const float *k
         store(s + j, c->v_scale ? x * load(v_scale + j) : x);
     }
     if (largest != before) {
-        float kept = expf(before - largest);
+        vf kept = vexp((vf){0} + (before - largest));
         store(m->den + row * WIDTH, load(m->den + row * WIDTH) * kept);
         for (int64_t t = 0; t < m->d_v; t += WIDTH)
             store(acc + t, load(acc + t) * kept);
@@ -208,9 +201,9 @@ static void attend_block(const Call *c, const Block *b, const Block *next, const
     for (int values = 0; values < 2; values++) {
         for (int64_t outer = 0; outer < (inside ? pieces : heads); outer++)
             for (int64_t inner = 0; inner < (inside ? heads : pieces); inner += together) {
-                int64_t n = inside ? inner : outer, j = (inside ? outer : inner) * m->piece, end = j + m->piece;
+                int64_t n = inside ? inner : outer, j = (inside ? outer : inner) * m->piece;
                 const char *later = fetch(c, b, next, m, values, n, j);
-                (values ? add_piece : score_piece)(b, m, n, n + together, j, end < b->count ? end : b->count, later);
+                (values ? add_piece : score_piece)(b, m, n, n + together, j, later);
             }
         for (int64_t n = 0; n < heads && !values; n++) {
             float k_scale[KEYS], v_scale[KEYS];
@@ -244,7 +237,7 @@ static void make_whole(const Call *c, Block *b)
     }
     b->k_head = to ? d : c->k_head, b->v_head = to ? d_v : c->v_head;
     for (int j = b->count; j % TILE; j++)
-        b->k[j] = b->k[b->count - 1];
+        b->k[j] = b->k[b->count - 1], b->v[j] = b->v[b->count - 1];
 }
 
 typedef struct { /* where the next block begins: in a task, from a slot on */

@@ -162,12 +162,18 @@ INLINE v4 sums(vf a, vf b, vf c, vf d) /* of the lanes of four vectors */
     return part[0];
 }
 
+INLINE vf larger(vf x, vf y) /* y where either is NaN */
+{
+    for (int t = 0; t < WIDTH; t++)
+        x[t] = x[t] > y[t] ? x[t] : y[t];
+    return x;
+}
+
 INLINE float maximum(vf x)
 {
-    float lanes[WIDTH];
-    store(lanes, x);
+#pragma GCC unroll 8
     for (int half = WIDTH / 2; half; half /= 2)
-        for (int i = 0; i < half; i++)
-            lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
-    return lanes[0];
+        for (int t = 0; t < half; t++)
+            x[t] = x[t] > x[t + half] ? x[t] : x[t + half];
+    return x[0];
 }
