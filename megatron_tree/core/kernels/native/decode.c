@@ -9,10 +9,9 @@
 #include "blocks.h"
 
 #define ROWS 4            /* query rows that share what was read */
-#define TILE 8            /* keys of a piece: the most keys or vectors of columns that rows meet at a time */
+#define TILE 16           /* keys of a piece; the most sums of vectors at a time */
 #define LARGE (8ll << 20) /* bytes of keys and values that no cache holds */
 #define AHEAD 8192        /* bytes from what is read to what is fetched */
-#define SHORT 128         /* bytes of a row */
 #if defined(__AVX512F__) || defined(__aarch64__)
 #define OF_32(yes, no) yes /* registers; others have 16 */
 #else
@@ -27,18 +26,30 @@ typedef struct { /* a task's memory; rows of the queries: KV head, query, head o
     const float *slopes;
 } Memory;
 
-/* Products of `rows` queries q [rows, d] with `keys` keys: s [rows, KEYS]. A single key's successor is fetched. */
+typedef struct {
+    const char *const *at; /* keys or values to fetch meanwhile; NULL: none */
+    int64_t head;
+} Later;
+
+/* `size` numbers from i on of what is read later, to the second cache: the first one is in use. */
+INLINE void fetch_later(Later later, int t, int64_t i, int size)
+{
+    for (int x = 0; later.at && x < size; x += 64 / SIZE)
+        __builtin_prefetch(later.at[t] + later.head + (i + x) * SIZE, 0, 2);
+}
+
+/* Products of `rows` queries q [rows, d] with `keys` keys: s [rows, KEYS]. */
 INLINE void score(const Memory *m, const char *const *key, int64_t head, const float *q, int rows, int keys, float *s,
-                  const char *later)
+                  Later later)
 {
     const char *k[TILE];
-    vf sum[2 * TILE] = {0}, y[ROWS];
-    float all[2 * TILE];
+    vf sum[TILE] = {0}, y[ROWS];
+    float all[TILE];
     for (int t = 0; t < keys; t++)
         k[t] = key[t] + head;
-    if (keys == 1 && later)
-        prefetch(later + head, m->d * SIZE);
     for (int64_t i = 0; i < m->d; i += WIDTH) {
+        for (int t = 0; t < keys && i * SIZE % 64 == 0; t++)
+            fetch_later(later, t, i, 1);
         for (int r = 0; r < rows; r++) {
             y[r] = load(q + r * m->d + i);
             if (keys > 1)
@@ -63,16 +74,15 @@ INLINE void score(const Memory *m, const char *const *key, int64_t head, const f
 
 /* acc [rows, d_v] += p [rows, KEYS] times `keys` values, from a column on `vectors` at a time. Returns what is left. */
 INLINE int64_t add(const Memory *m, const char *const *value, int keys, int64_t head, const float *p, int rows,
-                   int vectors, int64_t from, float *acc, const char *later)
+                   int vectors, int64_t from, float *acc, Later later)
 {
-    vf sum[2 * TILE];
-    if (keys == 1 && later && !from)
-        prefetch(later + head, m->d_v * SIZE);
+    vf sum[TILE];
     for (; from + vectors * WIDTH <= m->d_v; from += vectors * WIDTH) {
         for (int r = 0; r < rows; r++)
             for (int t = 0; t < vectors; t++)
                 sum[r * vectors + t] = load(acc + r * m->d_v + from + t * WIDTH);
-        for (int j = 0; j < keys; j++)
+        for (int j = 0; j < keys; j++) {
+            fetch_later(later, j, from, vectors * WIDTH);
             for (int t = 0; t < vectors; t++) {
                 vf x = widen(value[j] + head + (from + t * WIDTH) * SIZE);
                 if (rows > 1)
@@ -80,6 +90,7 @@ INLINE int64_t add(const Memory *m, const char *const *value, int keys, int64_t 
                 for (int r = 0; r < rows; r++)
                     sum[r * vectors + t] += p[r * KEYS + j] * x;
             }
+        }
         for (int r = 0; r < rows; r++)
             for (int t = 0; t < vectors; t++)
                 store(acc + r * m->d_v + from + t * WIDTH, sum[r * vectors + t]);
@@ -87,38 +98,42 @@ INLINE int64_t add(const Memory *m, const char *const *value, int keys, int64_t 
     return from;
 }
 
-/* Numbers `from` to `to` - 1 of a block, KV heads `head` to `heads` - 1: their scores. Tiles fill the registers,
- * single keys are read as they lie in memory. */
-static void score_piece(const Block *b, const Memory *m, int64_t head, int64_t heads, int from, const char *later)
+/* A piece of a block from a number on, KV heads `head` to `heads` - 1: their scores. Tiles fill the registers, single
+ * keys are read as they lie in memory. The first rows fetch. */
+static void score_piece(const Block *b, const Memory *m, int64_t head, int64_t heads, int from, Later later)
 {
-#define SCORE(R, IF, KEYS_OF_TILE)                                                                                     \
+#define SCORE(R, IF, KEYS_OF_TILE, AT)                                                                                 \
     if (m->some[i / ROWS] == R && (IF))                                                                                \
         for (int64_t n = head, row = n * m->rows + i; n < heads; n++, row += m->rows)                                  \
-            for (int j = from; j < from + (KEYS_OF_TILE == 1 ? 1 : TILE); j += KEYS_OF_TILE)                                                              \
-                score(m, b->k + j, n * b->k_head, m->q + row * m->d, R, KEYS_OF_TILE, m->s + row * KEYS + j, later);
+            for (int j = from; j < from + m->piece; j += KEYS_OF_TILE)                                                 \
+                score(m, b->k + j, n * b->k_head, m->q + row * m->d, R, KEYS_OF_TILE, m->s + row * KEYS + j,           \
+                      (Later){AT ? later.at + j - from : NULL, later.head + (n - head) * b->k_head});
     for (int64_t i = 0; i < m->rows; i += ROWS) {
-        SCORE(1, m->piece == 1, 1) SCORE(1, m->piece > 1, 4)
-        SCORE(2, m->piece == 1, 1) SCORE(2, m->piece > 1, 4)
-        SCORE(3, 1, 4)
-        SCORE(4, 1, OF_32(4, 2))
+        const char *const *at = i ? NULL : later.at;
+        SCORE(1, m->piece == 1, 1, at) SCORE(1, m->piece > 1, 4, at)
+        SCORE(2, m->piece == 1, 1, at) SCORE(2, m->piece > 1, 4, at)
+        SCORE(3, 1, 4, at)
+        SCORE(4, at, OF_32(4, 2), at) SCORE(4, !at, OF_32(4, 2), NULL)
     }
 }
 
-static void add_piece(const Block *b, const Memory *m, int64_t head, int64_t heads, int from, const char *later)
+static void add_piece(const Block *b, const Memory *m, int64_t head, int64_t heads, int from, Later later)
 {
-#define SOME(R, NUM_KEYS, VECTORS)                                                                                     \
-    at = add(m, b->v + from, NUM_KEYS, n * b->v_head, m->s + row * KEYS + from, R, VECTORS, at,                        \
-             m->acc + row * m->d_v, later);
-#define ADD(R, IF, NUM_KEYS, VECTORS)                                                                                  \
+#define SOME(R, NUM_KEYS, VECTORS, AT)                                                                                 \
+    t = add(m, b->v + from, NUM_KEYS, n * b->v_head, m->s + row * KEYS + from, R, VECTORS, t, m->acc + row * m->d_v,   \
+            (Later){AT, later.head + (n - head) * b->v_head});
+#define ADD(R, IF, NUM_KEYS, VECTORS, AT)                                                                              \
     if (m->some[i / ROWS] == R && (IF))                                                                                \
-        for (int64_t n = head, row = n * m->rows + i, at = 0; n < heads; n++, row += m->rows, at = 0) {                \
-            SOME(R, NUM_KEYS, VECTORS) SOME(R, NUM_KEYS, VECTORS / 2) SOME(R, NUM_KEYS, 1)                             \
+        for (int64_t n = head, row = n * m->rows + i, t = 0; n < heads; n++, row += m->rows, t = 0) {                  \
+            SOME(R, NUM_KEYS, VECTORS, AT) SOME(R, NUM_KEYS, VECTORS / 2, AT) SOME(R, NUM_KEYS, 1, AT)                 \
         }
+    int keys = b->count - from < m->piece ? b->count - from : m->piece;
     for (int64_t i = 0; i < m->rows; i += ROWS) {
-        ADD(1, m->piece == 1, 1, 8) ADD(1, m->piece > 1, TILE, 8)
-        ADD(2, m->piece == 1, 1, OF_32(8, 4)) ADD(2, m->piece > 1, TILE, OF_32(8, 4))
-        ADD(3, 1, TILE, 4)
-        ADD(4, 1, TILE, OF_32(4, 2))
+        const char *const *at = i ? NULL : later.at;
+        ADD(1, keys == 1, 1, 8, at) ADD(1, keys > 1, keys, 8, at)
+        ADD(2, keys == 1, 1, OF_32(8, 4), at) ADD(2, keys > 1, keys, OF_32(8, 4), at)
+        ADD(3, 1, keys, 4, at)
+        ADD(4, at, keys, OF_32(4, 2), at) ADD(4, !at, keys, OF_32(4, 2), NULL)
     }
 }
 
@@ -166,10 +181,8 @@ static void weigh(const Call *c, const Block *b, const Memory *m, const float *k
     store(m->den + row * WIDTH, load(m->den + row * WIDTH) + total);
 }
 
-/* What will be read AHEAD of number j of KV head n: keys, then values, then the next block's keys. Of short rows this
- * head fetches its share of the keys, with all heads. Of single keys, where to fetch while another is read. */
-INLINE const char *fetch(const Call *c, const Block *b, const Block *next, const Memory *m, int values, int64_t n,
-                         int64_t j)
+/* What will be read AHEAD of number j of KV head n: keys, then values, then the next block's keys. */
+INLINE Later fetch(const Call *c, const Block *b, const Block *next, const Memory *m, int values, int64_t n, int64_t j)
 {
     int64_t at = j + m->ahead, end = (b->count + m->piece - 1) / m->piece * m->piece;
     if (at >= end) {
@@ -177,17 +190,9 @@ INLINE const char *fetch(const Call *c, const Block *b, const Block *next, const
         if (m->inside || ++n == c->kv_heads)
             n = m->inside ? n : 0, b = values ? next : b, values = !values;
     }
-    if (m->piece == 1)
-        return (values ? b->v : b->k)[at < b->count ? at : 0];
-    int64_t bytes = (values ? m->d_v : m->d) * SIZE, keys = b->count - at < m->piece ? b->count - at : m->piece;
-    int64_t to = at + keys;
-    if (m->inside && bytes <= SHORT) {
-        to = at + keys * (n + 1) / c->kv_heads, at += keys * n / c->kv_heads;
-        bytes *= c->kv_heads, n = 0;
-    }
-    for (; at < to; at++)
-        prefetch((values ? b->v : b->k)[at] + n * (values ? b->v_head : b->k_head), bytes);
-    return NULL;
+    if (at >= b->count)
+        return (Later){NULL, 0};
+    return values ? (Later){b->v + at, n * b->v_head} : (Later){b->k + at, n * b->k_head};
 }
 
 static void attend_block(const Call *c, const Block *b, const Block *next, const Memory *m)
@@ -202,7 +207,7 @@ static void attend_block(const Call *c, const Block *b, const Block *next, const
         for (int64_t outer = 0; outer < (inside ? pieces : heads); outer++)
             for (int64_t inner = 0; inner < (inside ? heads : pieces); inner += together) {
                 int64_t n = inside ? inner : outer, j = (inside ? outer : inner) * m->piece;
-                const char *later = fetch(c, b, next, m, values, n, j);
+                Later later = fetch(c, b, next, m, values, n, j);
                 (values ? add_piece : score_piece)(b, m, n, n + together, j, later);
             }
         for (int64_t n = 0; n < heads && !values; n++) {

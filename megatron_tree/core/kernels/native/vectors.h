@@ -91,14 +91,6 @@ INLINE vf widen(const char *p)
     return (vf)((vu)x | ((vu)((bits & 0x7c00) == 0x7c00) & 0x7f800000)); /* infinity, NaN */
 }
 
-INLINE void prefetch(const char *p, int64_t bytes)
-{
-    for (int64_t i = 0; i < bytes; i += 64) {
-        __builtin_prefetch(p + i, 0, 2); /* to the second cache: the first one is in use */
-        __asm__ volatile("");            /* gcc drops loops that only fetch */
-    }
-}
-
 INLINE vf select_(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
 
 /* exp(x) = 2^n (1 + q): returns q = exp(r) - 1 by its series, and 2^n; x within +-87. */
