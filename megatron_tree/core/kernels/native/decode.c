@@ -9,7 +9,7 @@
 #include "blocks.h"
 
 #define ROWS 4            /* query rows that share what was read */
-#define TILE 16           /* keys of a piece; the most sums of vectors at a time */
+#define TILE 16           /* keys of a piece at most; the most sums of vectors at a time */
 #define LARGE (8ll << 20) /* bytes of keys and values that no cache holds */
 #define AHEAD 8192        /* bytes from what is read to what is fetched */
 #if defined(__AVX512F__) || defined(__aarch64__)
@@ -20,7 +20,7 @@
 
 typedef struct { /* a task's memory; rows of the queries: KV head, query, head of the group; d and d_v: whole vectors */
     int64_t rows, d, d_v, ahead, inside; /* inside: the heads of a key lie together */
-    int64_t piece;                       /* keys of which a head's are read together: TILE or 1 */
+    int64_t piece;                       /* keys of which a head's are read together: TILE, half of it, or 1 */
     float *q, *acc, *s, *den, *top; /* den [.., WIDTH] */
     uint8_t *some; /* for every ROWS rows: how many share what is read; 0: none sees a key of the block */
     const float *slopes;
@@ -272,7 +272,8 @@ int decode_tasks(const Call *c, int64_t first, int64_t last)
     int64_t group = c->heads / c->kv_heads, n = c->num_queries, rows = group * n, all = c->kv_heads * rows;
     Memory m = {.rows = rows, .d = whole(c->d), .d_v = whole(c->d_v), .inside = c->k_head < c->k_slot};
     int64_t pairs = KEYS * n, total = c->batch * c->slots * c->kv_heads * (c->d + c->d_v) * SIZE;
-    m.piece = m.inside && SIZE == 4 && rows <= 2 && total > LARGE ? 1 : TILE; /* 1: in the order of memory */
+    m.piece = SIZE == 4 && rows <= 16 ? TILE / 2 : TILE;
+    m.piece = m.inside && SIZE == 4 && rows <= 2 && total > LARGE ? 1 : m.piece; /* in the order of memory */
     int64_t bytes = m.d * SIZE * (m.inside ? c->kv_heads : 1);
     m.ahead = (AHEAD / (bytes * m.piece) + 1) * m.piece;
     m.ahead = m.ahead > KEYS / 2 ? KEYS / 2 : m.ahead;
