@@ -32,10 +32,12 @@ typedef struct {
 } Later;
 
 /* `size` numbers from i on of what is read later, to the second cache: the first one is in use. */
-INLINE void fetch_later(Later later, int t, int64_t i, int size)
+INLINE void fetch_later(Later later, int t, int64_t i, int64_t size)
 {
-    for (int x = 0; later.at && x < size; x += 64 / SIZE)
+    for (int64_t x = 0; later.at && x < size; x += 64 / SIZE) {
         __builtin_prefetch(later.at[t] + later.head + (i + x) * SIZE, 0, 2);
+        __asm__ volatile(""); /* gcc drops loops that only fetch */
+    }
 }
 
 /* Products of `rows` queries q [rows, d] with `keys` keys: s [rows, KEYS]. */
@@ -48,8 +50,8 @@ INLINE void score(const Memory *m, const char *const *key, int64_t head, const f
     for (int t = 0; t < keys; t++)
         k[t] = key[t] + head;
     for (int64_t i = 0; i < m->d; i += WIDTH) {
-        for (int t = 0; t < keys && i * SIZE % 64 == 0; t++)
-            fetch_later(later, t, i, 1);
+        for (int t = 0; t < keys && (keys == 1 ? !i : i * SIZE % 64 == 0); t++) /* a single key: all at once */
+            fetch_later(later, t, i, keys == 1 ? m->d : 1);
         for (int r = 0; r < rows; r++) {
             y[r] = load(q + r * m->d + i);
             if (keys > 1)
@@ -82,7 +84,8 @@ INLINE int64_t add(const Memory *m, const char *const *value, int keys, int64_t 
             for (int t = 0; t < vectors; t++)
                 sum[r * vectors + t] = load(acc + r * m->d_v + from + t * WIDTH);
         for (int j = 0; j < keys; j++) {
-            fetch_later(later, j, from, vectors * WIDTH);
+            if (keys > 1 || !from)
+                fetch_later(later, j, from, keys == 1 ? m->d_v : vectors * WIDTH);
             for (int t = 0; t < vectors; t++) {
                 vf x = widen(value[j] + head + (from + t * WIDTH) * SIZE);
                 if (rows > 1)
