@@ -1,7 +1,7 @@
 /* A call of the kernel, and the keys that it reads: blocks of those that some query sees. */
 #include "vectors.h"
 
-#define KEYS 64 /* of a block */
+#define KEYS 128 /* of a block */
 
 typedef struct { /* __init__.py has the same; strides in bytes */
     int64_t batch, num_queries, heads, kv_heads, d, d_v;

@@ -9,10 +9,9 @@
 #include "blocks.h"
 
 #define ROWS 4            /* query rows that share what was read */
-#define TILE 8            /* keys of a piece: the most keys or vectors of columns that rows meet at a time */
+#define TILE 16           /* keys of a piece at most; the most sums of vectors at a time */
 #define LARGE (8ll << 20) /* bytes of keys and values that no cache holds */
 #define AHEAD 8192        /* bytes from what is read to what is fetched */
-#define SHORT 128         /* bytes of a row */
 #if defined(__AVX512F__) || defined(__aarch64__)
 #define OF_32(yes, no) yes /* registers; others have 16 */
 #else
@@ -21,24 +20,38 @@
 
 typedef struct { /* a task's memory; rows of the queries: KV head, query, head of the group; d and d_v: whole vectors */
     int64_t rows, d, d_v, ahead, inside; /* inside: the heads of a key lie together */
-    int64_t piece;                       /* keys of which a head's are read together: TILE or 1 */
+    int64_t piece;                       /* keys of which a head's are read together: TILE, half of it, or 1 */
     float *q, *acc, *s, *den, *top; /* den [.., WIDTH] */
     uint8_t *some; /* for every ROWS rows: how many share what is read; 0: none sees a key of the block */
     const float *slopes;
 } Memory;
 
-/* Products of `rows` queries q [rows, d] with `keys` keys: s [rows, KEYS]. A single key's successor is fetched. */
+typedef struct {
+    const char *const *at; /* keys or values to fetch meanwhile; NULL: none */
+    int64_t head;
+} Later;
+
+/* `size` numbers from i on of what is read later, to the second cache: the first one is in use. */
+INLINE void fetch_later(Later later, int t, int64_t i, int64_t size)
+{
+    for (int64_t x = 0; later.at && x < size; x += 64 / SIZE) {
+        __builtin_prefetch(later.at[t] + later.head + (i + x) * SIZE, 0, 2);
+        __asm__ volatile(""); /* gcc drops loops that only fetch */
+    }
+}
+
+/* Products of `rows` queries q [rows, d] with `keys` keys: s [rows, KEYS]. */
 INLINE void score(const Memory *m, const char *const *key, int64_t head, const float *q, int rows, int keys, float *s,
-                  const char *later)
+                  Later later)
 {
     const char *k[TILE];
-    vf sum[2 * TILE] = {0}, y[ROWS];
-    float all[2 * TILE];
+    vf sum[TILE] = {0}, y[ROWS];
+    float all[TILE];
     for (int t = 0; t < keys; t++)
         k[t] = key[t] + head;
-    if (keys == 1 && later)
-        prefetch(later + head, m->d * SIZE);
     for (int64_t i = 0; i < m->d; i += WIDTH) {
+        for (int t = 0; t < keys && (keys == 1 ? !i : i * SIZE % 64 == 0); t++) /* a single key: all at once */
+            fetch_later(later, t, i, keys == 1 ? m->d : 1);
         for (int r = 0; r < rows; r++) {
             y[r] = load(q + r * m->d + i);
             if (keys > 1)
@@ -63,16 +76,16 @@ INLINE void score(const Memory *m, const char *const *key, int64_t head, const f
 
 /* acc [rows, d_v] += p [rows, KEYS] times `keys` values, from a column on `vectors` at a time. Returns what is left. */
 INLINE int64_t add(const Memory *m, const char *const *value, int keys, int64_t head, const float *p, int rows,
-                   int vectors, int64_t from, float *acc, const char *later)
+                   int vectors, int64_t from, float *acc, Later later)
 {
-    vf sum[2 * TILE];
-    if (keys == 1 && later && !from)
-        prefetch(later + head, m->d_v * SIZE);
+    vf sum[TILE];
     for (; from + vectors * WIDTH <= m->d_v; from += vectors * WIDTH) {
         for (int r = 0; r < rows; r++)
             for (int t = 0; t < vectors; t++)
                 sum[r * vectors + t] = load(acc + r * m->d_v + from + t * WIDTH);
-        for (int j = 0; j < keys; j++)
+        for (int j = 0; j < keys; j++) {
+            if (keys > 1 || !from)
+                fetch_later(later, j, from, keys == 1 ? m->d_v : vectors * WIDTH);
             for (int t = 0; t < vectors; t++) {
                 vf x = widen(value[j] + head + (from + t * WIDTH) * SIZE);
                 if (rows > 1)
@@ -80,6 +93,7 @@ INLINE int64_t add(const Memory *m, const char *const *value, int keys, int64_t 
                 for (int r = 0; r < rows; r++)
                     sum[r * vectors + t] += p[r * KEYS + j] * x;
             }
+        }
         for (int r = 0; r < rows; r++)
             for (int t = 0; t < vectors; t++)
                 store(acc + r * m->d_v + from + t * WIDTH, sum[r * vectors + t]);
@@ -87,41 +101,42 @@ INLINE int64_t add(const Memory *m, const char *const *value, int keys, int64_t 
     return from;
 }
 
-/* Numbers `from` to `to` - 1 of a block, KV heads `head` to `heads` - 1: their scores. Tiles fill the registers,
- * single keys are read as they lie in memory. */
-static void score_piece(const Block *b, const Memory *m, int64_t head, int64_t heads, int from, int to,
-                        const char *later)
+/* A piece of a block from a number on, KV heads `head` to `heads` - 1: their scores. Tiles fill the registers, single
+ * keys are read as they lie in memory. The first rows fetch. */
+static void score_piece(const Block *b, const Memory *m, int64_t head, int64_t heads, int from, Later later)
 {
-#define SCORE(R, IF, KEYS_OF_TILE)                                                                                     \
+#define SCORE(R, IF, KEYS_OF_TILE, AT)                                                                                 \
     if (m->some[i / ROWS] == R && (IF))                                                                                \
         for (int64_t n = head, row = n * m->rows + i; n < heads; n++, row += m->rows)                                  \
-            for (int j = from; j < to; j += KEYS_OF_TILE)                                                              \
-                score(m, b->k + j, n * b->k_head, m->q + row * m->d, R, KEYS_OF_TILE, m->s + row * KEYS + j, later);
+            for (int j = from; j < from + m->piece; j += KEYS_OF_TILE)                                                 \
+                score(m, b->k + j, n * b->k_head, m->q + row * m->d, R, KEYS_OF_TILE, m->s + row * KEYS + j,           \
+                      (Later){AT ? later.at + j - from : NULL, later.head + (n - head) * b->k_head});
     for (int64_t i = 0; i < m->rows; i += ROWS) {
-        SCORE(1, m->piece == 1, 1) SCORE(1, m->piece > 1, 4)
-        SCORE(2, m->piece == 1, 1) SCORE(2, m->piece > 1, 4)
-        SCORE(3, 1, 4)
-        SCORE(4, 1, OF_32(4, 2))
+        const char *const *at = i ? NULL : later.at;
+        SCORE(1, m->piece == 1, 1, at) SCORE(1, m->piece > 1, 4, at)
+        SCORE(2, m->piece == 1, 1, at) SCORE(2, m->piece > 1, 4, at)
+        SCORE(3, 1, 4, at)
+        SCORE(4, at, OF_32(4, 2), at) SCORE(4, !at, OF_32(4, 2), NULL)
     }
 }
 
-static void add_piece(const Block *b, const Memory *m, int64_t head, int64_t heads, int from, int to,
-                      const char *later)
+static void add_piece(const Block *b, const Memory *m, int64_t head, int64_t heads, int from, Later later)
 {
-#define SOME(R, NUM_KEYS, VECTORS)                                                                                     \
-    at = add(m, b->v + from, NUM_KEYS, n * b->v_head, m->s + row * KEYS + from, R, VECTORS, at,                        \
-             m->acc + row * m->d_v, later);
-#define ADD(R, IF, NUM_KEYS, VECTORS)                                                                                  \
+#define SOME(R, NUM_KEYS, VECTORS, AT)                                                                                 \
+    t = add(m, b->v + from, NUM_KEYS, n * b->v_head, m->s + row * KEYS + from, R, VECTORS, t, m->acc + row * m->d_v,   \
+            (Later){AT, later.head + (n - head) * b->v_head});
+#define ADD(R, IF, NUM_KEYS, VECTORS, AT)                                                                              \
     if (m->some[i / ROWS] == R && (IF))                                                                                \
-        for (int64_t n = head, row = n * m->rows + i, at = 0; n < heads; n++, row += m->rows, at = 0) {                \
-            SOME(R, NUM_KEYS, VECTORS) SOME(R, NUM_KEYS, VECTORS / 2) SOME(R, NUM_KEYS, 1)                             \
+        for (int64_t n = head, row = n * m->rows + i, t = 0; n < heads; n++, row += m->rows, t = 0) {                  \
+            SOME(R, NUM_KEYS, VECTORS, AT) SOME(R, NUM_KEYS, VECTORS / 2, AT) SOME(R, NUM_KEYS, 1, AT)                 \
         }
-    int keys = to - from;
+    int keys = b->count - from < m->piece ? b->count - from : m->piece;
     for (int64_t i = 0; i < m->rows; i += ROWS) {
-        ADD(1, keys == 1, 1, 8) ADD(1, keys > 1, keys, 8)
-        ADD(2, keys == 1, 1, OF_32(8, 4)) ADD(2, keys > 1, keys, OF_32(8, 4))
-        ADD(3, 1, keys, 4)
-        ADD(4, 1, keys, OF_32(4, 2))
+        const char *const *at = i ? NULL : later.at;
+        ADD(1, keys == 1, 1, 8, at) ADD(1, keys > 1, keys, 8, at)
+        ADD(2, keys == 1, 1, OF_32(8, 4), at) ADD(2, keys > 1, keys, OF_32(8, 4), at)
+        ADD(3, 1, keys, 4, at)
+        ADD(4, at, keys, OF_32(4, 2), at) ADD(4, !at, keys, OF_32(4, 2), NULL)
     }
 }
 
@@ -133,24 +148,20 @@ static void weigh(const Call *c, const Block *b, const Memory *m, const float *k
     const uint8_t *seen = b->seen + query * KEYS;
     float *s = m->s + row * KEYS, *acc = m->acc + row * m->d_v, before = m->top[row], cap = c->softcap;
     float slope = m->slopes ? m->slopes[n * group + i % group] : 0;
-    int padded = (b->count + WIDTH - 1) / WIDTH * WIDTH;
+    int padded = (b->count + 15) / 16 * 16;
     vf most = (vf){0} + before, total = {0};
-    for (int j = 0; j < padded; j += WIDTH) {
-        vf x = load(s + j);
-        if (c->k_scale)
-            x *= load(k_scale + j);
+    for (int j = 0; (c->k_scale || cap > 0 || slope != 0) && j < padded; j += WIDTH) {
+        vf x = c->k_scale ? load(s + j) * load(k_scale + j) : load(s + j);
         if (cap > 0)
             x = cap * vtanh(x * (1 / cap));
-        if (slope != 0)
-            x -= slope * load(b->gaps + query * KEYS + j);
-        store(s + j, x);
-        for (int t = j; b->masked && t < j + WIDTH; t++)
-            s[t] = seen[t] ? s[t] : -INFINITY;
-        for (int t = b->count; t < j + WIDTH; t++)
-            s[t] = -INFINITY;
-        x = load(s + j);
-        most = select_(most > x, most, x);
+        store(s + j, slope != 0 ? x - slope * load(b->gaps + query * KEYS + j) : x);
     }
+    for (int j = 0; b->masked && j < b->count; j++)
+        s[j] = seen[j] ? s[j] : -INFINITY;
+    for (int j = b->count; j < padded; j++)
+        s[j] = -INFINITY;
+    for (int j = 0; j < padded; j += WIDTH)
+        most = larger(most, load(s + j));
     float largest = maximum(most);
     for (int j = 0; largest == -INFINITY && j < b->count; j++)
         largest = s[j] != s[j] ? s[j] : largest; /* NaN alone */
@@ -164,7 +175,7 @@ static void weigh(const Call *c, const Block *b, const Memory *m, const float *k
         store(s + j, c->v_scale ? x * load(v_scale + j) : x);
     }
     if (largest != before) {
-        float kept = expf(before - largest);
+        vf kept = vexp((vf){0} + (before - largest));
         store(m->den + row * WIDTH, load(m->den + row * WIDTH) * kept);
         for (int64_t t = 0; t < m->d_v; t += WIDTH)
             store(acc + t, load(acc + t) * kept);
@@ -173,10 +184,8 @@ static void weigh(const Call *c, const Block *b, const Memory *m, const float *k
     store(m->den + row * WIDTH, load(m->den + row * WIDTH) + total);
 }
 
-/* What will be read AHEAD of number j of KV head n: keys, then values, then the next block's keys. Of short rows this
- * head fetches its share of the keys, with all heads. Of single keys, where to fetch while another is read. */
-INLINE const char *fetch(const Call *c, const Block *b, const Block *next, const Memory *m, int values, int64_t n,
-                         int64_t j)
+/* What will be read AHEAD of number j of KV head n: keys, then values, then the next block's keys. */
+INLINE Later fetch(const Call *c, const Block *b, const Block *next, const Memory *m, int values, int64_t n, int64_t j)
 {
     int64_t at = j + m->ahead, end = (b->count + m->piece - 1) / m->piece * m->piece;
     if (at >= end) {
@@ -184,17 +193,9 @@ INLINE const char *fetch(const Call *c, const Block *b, const Block *next, const
         if (m->inside || ++n == c->kv_heads)
             n = m->inside ? n : 0, b = values ? next : b, values = !values;
     }
-    if (m->piece == 1)
-        return (values ? b->v : b->k)[at < b->count ? at : 0];
-    int64_t bytes = (values ? m->d_v : m->d) * SIZE, keys = b->count - at < m->piece ? b->count - at : m->piece;
-    int64_t to = at + keys;
-    if (m->inside && bytes <= SHORT) {
-        to = at + keys * (n + 1) / c->kv_heads, at += keys * n / c->kv_heads;
-        bytes *= c->kv_heads, n = 0;
-    }
-    for (; at < to; at++)
-        prefetch((values ? b->v : b->k)[at] + n * (values ? b->v_head : b->k_head), bytes);
-    return NULL;
+    if (at >= b->count)
+        return (Later){NULL, 0};
+    return values ? (Later){b->v + at, n * b->v_head} : (Later){b->k + at, n * b->k_head};
 }
 
 static void attend_block(const Call *c, const Block *b, const Block *next, const Memory *m)
@@ -208,9 +209,9 @@ static void attend_block(const Call *c, const Block *b, const Block *next, const
     for (int values = 0; values < 2; values++) {
         for (int64_t outer = 0; outer < (inside ? pieces : heads); outer++)
             for (int64_t inner = 0; inner < (inside ? heads : pieces); inner += together) {
-                int64_t n = inside ? inner : outer, j = (inside ? outer : inner) * m->piece, end = j + m->piece;
-                const char *later = fetch(c, b, next, m, values, n, j);
-                (values ? add_piece : score_piece)(b, m, n, n + together, j, end < b->count ? end : b->count, later);
+                int64_t n = inside ? inner : outer, j = (inside ? outer : inner) * m->piece;
+                Later later = fetch(c, b, next, m, values, n, j);
+                (values ? add_piece : score_piece)(b, m, n, n + together, j, later);
             }
         for (int64_t n = 0; n < heads && !values; n++) {
             float k_scale[KEYS], v_scale[KEYS];
@@ -244,7 +245,7 @@ static void make_whole(const Call *c, Block *b)
     }
     b->k_head = to ? d : c->k_head, b->v_head = to ? d_v : c->v_head;
     for (int j = b->count; j % TILE; j++)
-        b->k[j] = b->k[b->count - 1];
+        b->k[j] = b->k[b->count - 1], b->v[j] = b->v[b->count - 1];
 }
 
 typedef struct { /* where the next block begins: in a task, from a slot on */
@@ -274,7 +275,8 @@ int decode_tasks(const Call *c, int64_t first, int64_t last)
     int64_t group = c->heads / c->kv_heads, n = c->num_queries, rows = group * n, all = c->kv_heads * rows;
     Memory m = {.rows = rows, .d = whole(c->d), .d_v = whole(c->d_v), .inside = c->k_head < c->k_slot};
     int64_t pairs = KEYS * n, total = c->batch * c->slots * c->kv_heads * (c->d + c->d_v) * SIZE;
-    m.piece = m.inside && SIZE == 4 && rows <= 2 && total > LARGE ? 1 : TILE; /* 1: in the order of memory */
+    m.piece = SIZE == 4 && rows <= 16 ? TILE / 2 : TILE;
+    m.piece = m.inside && SIZE == 4 && rows <= 2 && total > LARGE ? 1 : m.piece; /* in the order of memory */
     int64_t bytes = m.d * SIZE * (m.inside ? c->kv_heads : 1);
     m.ahead = (AHEAD / (bytes * m.piece) + 1) * m.piece;
     m.ahead = m.ahead > KEYS / 2 ? KEYS / 2 : m.ahead;

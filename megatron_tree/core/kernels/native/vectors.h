@@ -91,14 +91,6 @@ INLINE vf widen(const char *p)
     return (vf)((vu)x | ((vu)((bits & 0x7c00) == 0x7c00) & 0x7f800000)); /* infinity, NaN */
 }
 
-INLINE void prefetch(const char *p, int64_t bytes)
-{
-    for (int64_t i = 0; i < bytes; i += 64) {
-        __builtin_prefetch(p + i, 0, 2); /* to the second cache: the first one is in use */
-        __asm__ volatile("");            /* gcc drops loops that only fetch */
-    }
-}
-
 INLINE vf select_(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
 
 /* exp(x) = 2^n (1 + q): returns q = exp(r) - 1 by its series, and 2^n; x within +-87. */
@@ -162,12 +154,18 @@ INLINE v4 sums(vf a, vf b, vf c, vf d) /* of the lanes of four vectors */
     return part[0];
 }
 
+INLINE vf larger(vf x, vf y) /* y where either is NaN */
+{
+    for (int t = 0; t < WIDTH; t++)
+        x[t] = x[t] > y[t] ? x[t] : y[t];
+    return x;
+}
+
 INLINE float maximum(vf x)
 {
-    float lanes[WIDTH];
-    store(lanes, x);
+#pragma GCC unroll 8
     for (int half = WIDTH / 2; half; half /= 2)
-        for (int i = 0; i < half; i++)
-            lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
-    return lanes[0];
+        for (int t = 0; t < half; t++)
+            x[t] = x[t] > x[t + half] ? x[t] : x[t + half];
+    return x[0];
 }
