@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...compiled import NotCompiled, compiled
 from ...spec import AttnSpec
+from ...tape import launch
 from ..kv_cache import KVCache
 
 CHUNK, SELECTED_CHUNK = 1024, 256  # slots of a task
@@ -95,16 +96,21 @@ def attn_decode(q: Tensor, cache: KVCache, spec: AttnSpec) -> Tensor:
     library, tasks = _library(k.dtype), b * num_chunks
     bytes_read = b * slots * h_kv * (d + d_v) * item
     threads = min(torch.get_num_threads(), tasks, bytes_read // _BYTES_OF_A_THREAD)
+    launch(_run, library, call, tasks, threads)
+    return out.view(*shape, d_v + 1)
+
+
+def _run(library: ctypes.CDLL, call: _Call, tasks: int, threads: int) -> None:
+    call_by_address = ctypes.byref(call)
     if threads > 1:
         ends = [tasks * i // threads for i in range(threads + 1)]
         pool = _pool(os.getpid(), torch.get_num_threads())
-        failed = any(pool.map(lambda i: library.decode_tasks(ctypes.byref(call), ends[i], ends[i + 1]), range(threads)))
+        failed = any(pool.map(lambda i: library.decode_tasks(call_by_address, ends[i], ends[i + 1]), range(threads)))
     else:
-        failed = library.decode_tasks(ctypes.byref(call), 0, tasks)
+        failed = library.decode_tasks(call_by_address, 0, tasks)
     if failed:
         raise MemoryError("attn_decode: no memory for a task's queries")
-    library.merge_tasks(ctypes.byref(call))
-    return out.view(*shape, d_v + 1)
+    library.merge_tasks(call_by_address)
 
 
 @functools.lru_cache(maxsize=256)
