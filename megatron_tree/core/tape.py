@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _current: contextvars.ContextVar[Tape | None] = contextvars.ContextVar("tape", default=None)
 static: contextvars.ContextVar[bool] = contextvars.ContextVar("static", default=False)
@@ -55,19 +54,28 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert not func._schema.name.startswith("c10d::"), f"{func} can't be written down"
-        out = func(*args, **(kwargs or {}))
-        with _disable_current_modes():  # a tensor may be given other memory later, by `x.data = y`
-            args, kwargs, made = tree_map_only(Tensor, Tensor.detach, (args, kwargs or {}, out))
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func.is_view or func._schema.name in _EMPTY:
+            self._kept.append(out)
+            return out
+        before, after = set(), set()
+        args, kwargs = _now(args, before), {name: _now(x, before) for name, x in kwargs.items()}
+        made = _now(out, after)
         self._kept.append(made)
         if func._schema.is_mutable:
             self.add(functools.partial(func._op, *args, **kwargs))
-        elif func._schema.name not in _EMPTY and not _storages(made) <= _storages((args, kwargs)):
+        elif not after <= before:  # else it is the same memory
             self.add(_into(func, args, kwargs, made))
         return out
 
 
-def _storages(tree) -> set[int]:
-    return {x.untyped_storage().data_ptr() for x in tree_leaves(tree) if isinstance(x, Tensor)}
+def _now(x, storages: set[int]):
+    """Tensors, in lists and tuples, at the memory that they have now: `x.data = y` may give them other; it is added."""
+    if isinstance(x, Tensor):
+        storages.add(x.untyped_storage().data_ptr())
+        return x.detach()
+    return type(x)([_now(y, storages) for y in x]) if type(x) in (list, tuple) else x
 
 
 def _into(func, args, kwargs, made) -> Callable[[], object]:
