@@ -88,11 +88,14 @@ def attn_decode(q: Tensor, cache: KVCache, spec: AttnSpec) -> Tensor:
         q_positions, k_positions = q_positions.to(torch.int64), k_positions.to(torch.int64)
     slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes)  # fp32
     tensors = (q, k, v, k_scale, v_scale, table, selected, lengths, q_positions, k_positions, slopes, parts, out)
-    strides = [None if x is None else x.stride() for x in (q, k, v, k_scale, v_scale, q_positions, k_positions, table)]
+    strides, addresses = [], []
+    for x in tensors:
+        strides.append(None if x is None else x.stride())
+        addresses.append(0 if x is None else x.data_ptr())
     sizes = (b, s_q, h, h_kv, d, d_v, slots, chunk, sharers, max(1, page_size), item, len(spec.alibi_slopes or ()))
     numbers = spec.softmax_scale, spec.softcap, spec.window_size, spec.causal
-    call = _Call.from_buffer_copy(_sizes(sizes, *strides, *numbers))
-    _ADDRESSES.pack_into(call, _Call.q.offset, *[0 if x is None else x.data_ptr() for x in tensors])
+    call = _Call.from_buffer_copy(_sizes(sizes, *strides[:6], *strides[8:10], *numbers))
+    _ADDRESSES.pack_into(call, _Call.q.offset, *addresses)
     library, tasks = _library(k.dtype), b * num_chunks
     bytes_read = b * slots * h_kv * (d + d_v) * item
     threads = min(torch.get_num_threads(), tasks, bytes_read // _BYTES_OF_A_THREAD)
@@ -115,7 +118,7 @@ def _run(library: ctypes.CDLL, call: _Call, tasks: int, threads: int) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _sizes(
-    sizes: tuple[int, ...], q, k, v, k_scale, v_scale, q_positions, k_positions, table, scale: float, softcap: float,
+    sizes: tuple[int, ...], q, k, v, k_scale, v_scale, table, q_positions, k_positions, scale: float, softcap: float,
     window_size: tuple[int, int], causal: bool,
 ) -> _Call:  # fmt: skip
     """A call without its pointers, the same in every layer and step of a shape; tensors are given by their strides."""
