@@ -15,7 +15,9 @@ from megatron_tree import launching
 from megatron_tree.core import log
 from megatron_tree.core.cache.graph import GraphedSteps
 from megatron_tree.inference.serving import command, start
+from megatron_tree.integrations.transformers.infer.engine import share_model
 from megatron_tree.tools.bench.device_checks import SmallRunner
+from support.hf_models import tiny_model
 from support.http_server import byte_model, byte_tokenizer
 from support.ranks import run_distributed
 from support.tape import Tape, TapedSteps
@@ -142,6 +144,16 @@ NO_GRAPHS = {
     "beside images": lambda runner: setattr(runner, "image_tokens", (7,)),
     "makes the host wait": lambda runner: setattr(runner, "_run", _looks_at_values.__get__(runner)),
 }
+
+
+def test_programs_record_steps_where_they_are_asked_to():
+    engine = share_model(tiny_model("llama"))
+    start.replay_steps(engine, "record_steps")
+    assert engine.new_runner()._graphs.option == "record_steps"
+    engine = share_model(tiny_model("phi3_longrope"))
+    with pytest.raises(ValueError, match="record_steps=True can't be had: .*rotary embedding depends on the rows'"):
+        start.replay_steps(engine, "record_steps")
+    assert "record_steps" not in engine.runner_options
 
 
 @pytest.mark.parametrize("reason", NO_GRAPHS)

@@ -12,7 +12,6 @@ from torch.distributed import _functional_collectives  # noqa: F401  registers w
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatron_tree.core.attention import validate
 from megatron_tree.core.cache.graph import GraphedSteps, _described, _reads_on_host
 from megatron_tree.core.kernels import native
 
@@ -116,14 +115,10 @@ class Tape(TorchDispatchMode):
 
 
 class TapedSteps(GraphedSteps):
-    """Steps whose graphs are tapes. As on a GPU, nobody looks at the values of block tables and lengths."""
+    """Steps whose graphs are tapes."""
 
     def __init__(self, runner):
         super().__init__(runner, capture=Tape)
-
-    def _run(self, *args, **options):
-        with mock.patch.object(validate, "_is_beyond", return_value=False):
-            return super()._run(*args, **options)
 
 
 def _storages(tree):

@@ -15,7 +15,7 @@ ROOMS = ("core", "inference", "tools")
 # From the bottom up. A module imports from its own layer and those below. docs/design.md has the same list.
 LAYERS = (
     {f"core/{x}" for x in ("errors", "arguments", "config", "spec", "dropout", "duals", "energy", "merge", "layout")}
-    | {f"core/{x}" for x in ("log", "files", "units", "compiled", "config_fields")},
+    | {f"core/{x}" for x in ("log", "files", "units", "compiled", "config_fields", "tape")},
     {"core/kernels"},
     {"core/comm", "core/plan"},
     {"core/attention"},

@@ -37,7 +37,7 @@ MODULES = {
     "megatron_tree.integrations.transformers.train.trainer": ("SequenceParallelMixin", "Trainer"),
 }  # fmt: skip
 """Names that are stable; (): all of `__all__` but the EXPERIMENTAL ones."""
-EXPERIMENTAL = {"tree_select", "tree_select_func", "selected", "head_shares", "cuda_graphs"}
+EXPERIMENTAL = {"tree_select", "tree_select_func", "selected", "head_shares", "cuda_graphs", "record_steps"}
 
 
 def signature(value) -> str:
@@ -77,7 +77,7 @@ def options() -> dict[str, str]:
     for words in (*commands, ["convert", "to-huggingface"]):
         call = [sys.executable, "-m", "megatron_tree", *words, "--help"]
         usage = subprocess.run(call, capture_output=True, text=True, check=True).stdout.partition("\n\n")[0]
-        known = {x for x in re.findall(r"--[a-z][\w-]*", usage) if not x.endswith("cuda-graphs")}
+        known = {x for x in re.findall(r"--[a-z][\w-]*", usage) if not x.endswith(("cuda-graphs", "record-steps"))}
         found[" ".join(["megatron-tree", *words])] = " ".join(sorted(known))
     return found
 

@@ -58,13 +58,13 @@ def _model(layers):
     return model
 
 
-def _runner(layers, group=None, weights="replicated"):
+def _runner(layers, group=None, weights="replicated", **options):
     model, shares = _model(layers), None
     if weights == "sharded":
         layout = plan_layout(model, dist.get_world_size(), dist.get_rank())
         split_model(model, layout, Ranks.of(group))
         shares = layout.heads.shares
-    runner = Runner(model, TreeCache(model.config, cp_group=group, head_shares=shares))
+    runner = Runner(model, TreeCache(model.config, cp_group=group, head_shares=shares), **options)
     row = runner.add()
     runner.prefill(row, torch.arange(2, 9))
     runner.step([row], TOKEN)
@@ -88,4 +88,12 @@ def test_one_rank(make_step, of_layer, of_step):
 @on_ranks(2)
 def test_two_ranks(weights, of_layer, of_step):
     found = _of_layer_and_step(lambda layers: _runner(layers, dist.group.WORLD, weights))
+    assert found[0] <= of_layer and found[1] <= of_step, found
+
+
+@pytest.mark.parametrize(("weights", "of_layer", "of_step"), [("replicated", 5, 84), ("sharded", 8, 86)])
+@on_ranks(2)
+def test_two_ranks_that_replay(weights, of_layer, of_step):
+    """Of a layer are left its launches: attention in C, and collectives."""
+    found = _of_layer_and_step(lambda layers: _runner(layers, dist.group.WORLD, weights, record_steps=True))
     assert found[0] <= of_layer and found[1] <= of_step, found

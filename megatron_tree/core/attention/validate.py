@@ -20,6 +20,7 @@ from ..config import DECODE_SCHEDULES, TreeConfig, check_choice, integer, intege
 from ..kernels import KVCache
 from ..layout import Dispatched, Layout, Packed, ReadOnce, Segment, Sharding, sequences_of
 from ..spec import SLICES, AttnSlice, AttnSpec, Dropout
+from ..tape import static
 
 _NOTHING = contextlib.nullcontext()
 _CAST = (torch.float32, torch.bfloat16, torch.float16)
@@ -519,8 +520,9 @@ def check_selected_slots(q: Tensor, cache: KVCache, spec: AttnSpec, schedule: st
 
 
 def _is_beyond(x: Tensor, end: int) -> bool:
-    """Whether integers are known not to be from 0 to end - 1. On an accelerator nobody looks: it would stall."""
-    if x.device.type != "cpu" or not x.numel():
+    """Whether integers are known not to be from 0 to end - 1. On an accelerator nobody looks, it would stall, nor in
+    steps that are replayed with other values."""
+    if x.device.type != "cpu" or not x.numel() or static.get():
         return False
     low, high = x.aminmax()
     return int(low) < 0 or int(high) >= end

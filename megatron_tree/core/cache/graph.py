@@ -1,4 +1,5 @@
-"""Decode steps, each captured once in a CUDA graph for a number of rows and a capacity, and replayed for every token.
+"""Decode steps, each captured once for a number of rows and a capacity, and replayed for every token: in a CUDA graph,
+or by CPU ranks on a `Tape`.
 
     step 1 of a capacity   the static step is run: kernels are compiled, ranks compare their calls
     step 2                 it is captured; the graph is replayed
@@ -32,6 +33,7 @@ from .. import comm
 from ..config import TRUSTING, TreeConfig
 from ..kernels import ACCELERATORS
 from ..log import warn_once
+from ..tape import Tape, static
 from .forward import ForwardPass, appended
 from .pages import kept
 from .rows import Append
@@ -171,8 +173,8 @@ class StaticPass(ForwardPass):
             or options.get("selected") is not None
         ):
             raise ValueError(
-                "cuda_graphs=True: layers with a mask of their own, or whose queries see their chunk or selected keys "
-                "only, depend on lengths that the host knows; leave cuda_graphs out for this model"
+                "layers with a mask of their own, or whose queries see their chunk or selected keys only, depend on "
+                "lengths that the host knows"
             )
         return super().attend(layer, q, **options)
 
@@ -180,6 +182,7 @@ class StaticPass(ForwardPass):
 # graphs of static steps
 
 
+ON_TAPES = ("auto", "allgather", "scatter")  # through the memory that ranks share
 MAX_GRAPHS = 32  # the least recently used one is dropped
 BACKENDS = ("auto", "triton")  # others read lengths on the host
 
@@ -221,6 +224,23 @@ def check_runner(runner) -> None:
         )
 
 
+def check_tapes(runner) -> None:
+    """Raise ``ValueError`` where a `RowRunner`'s decode steps can't be written down on a `Tape`."""
+    config, pages, reason = runner.config, runner.store.layers[0], runner.depends_on_host
+    if runner.device.type != "cpu":
+        reason = f"the model is on device type {runner.device.type!r}, which has cuda_graphs=True"
+    elif runner.schedule not in ON_TAPES:
+        reason = f"schedule={runner.schedule!r} sends messages; choose another one, or 'auto'"
+    elif config.check not in TRUSTING:
+        reason = f"check={config.check!r} looks at every call; choose 'first' or 'never'"
+    elif config.deterministic == "ranks":
+        reason = "deterministic='ranks' reads lengths; choose True"
+    elif pages.latent and not pages.joined:
+        reason = "latents in 8 bits are put together anew in every step; choose another dtype of the cache"
+    if reason is not None:
+        raise ValueError(f"record_steps=True can't be had: {reason}; or leave record_steps out")
+
+
 class CudaGraph:
     """A step that was captured. logits: [rows, 1, vocab_size], written by every replay."""
 
@@ -253,12 +273,19 @@ class _Step:
 class GraphedSteps:
     """Steps of one token in each row of a `RowRunner`, see this module.
 
-    capture: makes a `CudaGraph`, or what has its methods, of a function without arguments that returns logits.
-    Raises: ValueError, see `check_runner`.
+    capture: makes a `CudaGraph`, or what has its methods, of a function without arguments that returns logits; `Tape`
+        does for option="record_steps" of the runner.
+    Raises: ValueError, see `check_runner` and `check_tapes`.
     """
 
-    def __init__(self, runner, capture: Callable[[Callable[[], Tensor]], CudaGraph] | None = None):
-        if capture is None:
+    def __init__(
+        self, runner, capture: Callable[[Callable[[], Tensor]], CudaGraph] | None = None, option: str = "cuda_graphs"
+    ):
+        self.option = option
+        if option == "record_steps":
+            check_tapes(runner)
+            capture = Tape
+        elif capture is None:
             check_runner(runner)
             pool = torch.cuda.graph_pool_handle()  # memory that the graphs share: one of them runs at a time
             capture = functools.partial(CudaGraph, pool=pool, stream=torch.cuda.Stream(runner.device))
@@ -305,23 +332,32 @@ class GraphedSteps:
 
     def _run(self, inputs: StepInputs, end: int | None = None) -> Tensor:
         runner = self._runner
-        forward = StaticPass(inputs, end=end, **runner.of_passes)
-        with runner.running(forward):
-            return runner._run(forward, inputs.tokens, inputs.positions, keep=None)
+        forward, token = StaticPass(inputs, end=end, **runner.of_passes), static.set(True)
+        try:
+            with runner.running(forward):
+                return runner._run(forward, inputs.tokens, inputs.positions, keep=None)
+        finally:
+            static.reset(token)
 
     def _prove(self, inputs: StepInputs) -> None:
         """Raise ``ValueError`` unless the step does the same whatever the host takes for the rows' length."""
-        traces = []
+        traces, runner = [], self._runner
         try:
+            for ranks in (runner.ranks, runner.token_ranks) if self.option == "record_steps" else ():
+                if ranks.size > 1 and ranks.memory is None:
+                    raise ValueError("its ranks share no memory and send messages")
             for end in (inputs.capacity.tokens, inputs.capacity.tokens - 1):
                 with traced() as operations:
                     self._run(inputs, end)
                 traces.append(operations)
             reason = _difference(*traces)
         except ValueError as error:
-            raise ValueError(_REFUSED.format(error)) from error
+            raise ValueError(self._refused(error)) from error
         if reason is not None:
-            raise ValueError(_REFUSED.format(reason))
+            raise ValueError(self._refused(reason))
+
+    def _refused(self, reason) -> str:
+        return f"{self.option}=True can't be had for this model: {reason}; leave {self.option} out"
 
     def _replay(self, step: _Step) -> Tensor:
         runner = self._runner
@@ -338,9 +374,6 @@ class GraphedSteps:
             step.captured.replay()
             comm.wait_until(step.captured.is_done, "a decode step", runner.token_ranks)
         return step.captured.logits
-
-
-_REFUSED = "cuda_graphs=True can't be had for this model: {}; leave cuda_graphs out"
 
 
 def _difference(before: list[tuple], after: list[tuple]) -> str | None:

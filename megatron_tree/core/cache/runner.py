@@ -41,6 +41,7 @@ class RowRunner:
             the logits of a chunk that is sharded.
         cuda_graphs: whether steps of one token in each row are captured in CUDA graphs and replayed, see graph.py.
             Prompts and steps of several tokens run without. The model's weights must stay where they are.
+        record_steps: the same for CPU ranks that share memory: steps are written down on a `Tape` and replayed.
     Raises: ValueError for an unknown schedule, sizes below 1, or CUDA graphs that can't be had.
     """
 
@@ -65,9 +66,11 @@ class RowRunner:
         weight_gathering: WeightGathering | None = None,
         config: TreeConfig | None = None,
         cuda_graphs: bool = False,
+        record_steps: bool = False,
     ):
         check_choice("schedule", schedule, DECODE_SCHEDULES)
-        check_choice("cuda_graphs", cuda_graphs, (False, True))
+        for name, value in (("cuda_graphs", cuda_graphs), ("record_steps", record_steps)):
+            check_choice(name, value, (False, True))
         for name, value in (("chunk_size", chunk_size), ("capacity_tokens", capacity_tokens)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r} must be a positive number of tokens")
@@ -79,7 +82,9 @@ class RowRunner:
         """Options of every pass over the cache, see `forward_pass`."""
         self.ranks, self.token_ranks = (Ranks.of(x, device, self.config) for x in (self.cp_group, self.token_group))
         self._book = store.book
-        self._graphs = GraphedSteps(self) if cuda_graphs else None
+        self._graphs: GraphedSteps | None = None
+        for option in ["cuda_graphs"] * cuda_graphs + ["record_steps"] * record_steps:
+            self._graphs = GraphedSteps(self, option=option)
 
     @property
     def has_states(self) -> bool:

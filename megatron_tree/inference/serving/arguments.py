@@ -121,6 +121,8 @@ def add_model_options(parser) -> None:
         action=SWITCH,
         help="capture decode steps in CUDA graphs and replay them (default: on GPUs, if model and group allow it)",
     )
+    add("--record-steps", action=SWITCH, default=False, help="on CPUs: write down what a decode step does once, and "
+        "replay it for every token, without the Python around it")  # fmt: skip
     add("--cache-dtype", choices=CACHE_DTYPES, default="auto", help="of keys and values: the model's (auto), or 8 bits "
         "with one scale per token and head")  # fmt: skip
     add("--num-speculative-tokens", type=int, default=0, metavar="N", help="speculation: draft up to N tokens in a "

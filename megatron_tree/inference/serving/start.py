@@ -100,17 +100,24 @@ def use_cuda_graphs(engine) -> None:
     """Let the engine's runners capture their decode steps in CUDA graphs, unless its model or ranks can't have them:
     then the log says why not. Collective: some steps are tried. A `ValueError` is the same on all ranks."""
     try:
-        runner = engine.new_runner(cuda_graphs=True)
-        if runner.image_tokens:
-            raise ValueError("cuda_graphs=True can't be had beside images")
-        row, token = runner.add(), torch.zeros(1, dtype=torch.int64)
-        runner.prefill(row, token)
-        for _ in range(STEPS_TRIED):
-            runner.step([row], token[None])
+        replay_steps(engine, "cuda_graphs")
     except ValueError as error:
         say_once(f"decode steps are launched one by one: {error}")
-    else:
-        engine.runner_options["cuda_graphs"] = True
+
+
+def replay_steps(engine, option: str) -> None:
+    """Set an option of the engine's runners, "cuda_graphs" or "record_steps". Collective: some steps are tried.
+
+    Raises: ValueError, the same on all ranks, where its model or ranks can't have it.
+    """
+    runner = engine.new_runner(**{option: True})
+    if runner.image_tokens:
+        raise ValueError(f"{option}=True can't be had beside images")
+    row, token = runner.add(), torch.zeros(1, dtype=torch.int64)
+    runner.prefill(row, token)
+    for _ in range(STEPS_TRIED):
+        runner.step([row], token[None])
+    engine.runner_options[option] = True
 
 
 def _start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Worker:
@@ -148,6 +155,8 @@ def _start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Worker:
         )
         if args.cuda_graphs is None and device.type in ACCELERATORS:
             use_cuda_graphs(engine)
+        if args.record_steps:
+            replay_steps(engine, "record_steps")
         ranks.reduce(torch.zeros(1))  # all are here, or the missing ones are named
     if rank == 0:
         cache = "" if args.cache_dtype == "auto" else f" in {args.cache_dtype}"

@@ -29,7 +29,12 @@ from ...compiled import NotCompiled, compiled
 from ...errors import CommError
 from ...kernels import merge_packed
 from ...log import say_once
+<<<<<<< HEAD
 from ..agreement import Refused, unanimous
+=======
+from ...tape import launch
+from ..agreement import gather
+>>>>>>> wtok
 from ..watchdog import Watchdog
 from ..work import note, recorders
 
@@ -185,7 +190,7 @@ class SharedMemory:
     def gather(self, x: Tensor, ranks: Ranks) -> Tensor:
         """x of every rank -> [n, ...], in rank order."""
         out = x.new_empty((self._team.world, *x.shape))
-        self._run("gather", ranks, _GATHER, _EVERYONE, x.data_ptr(), out.data_ptr(), x.nbytes)
+        launch(self._run, "gather", ranks, _GATHER, _EVERYONE, x.data_ptr(), out.data_ptr(), x.nbytes)
         return out
 
     def gather_rows(self, x: Tensor, counts: tuple[int, ...], ranks: Ranks) -> Tensor:
@@ -193,7 +198,9 @@ class SharedMemory:
         out = x.new_empty((sum(counts), *x.shape[1:]))
         size = x.shape[1:].numel() * x.element_size()
         parts = _numbers(*[n * size for n in counts])
-        self._run("gather", ranks, _GATHER, _EVERYONE, x.data_ptr(), out.data_ptr(), out.nbytes, parts, x.nbytes)
+        launch(
+            self._run, "gather", ranks, _GATHER, _EVERYONE, x.data_ptr(), out.data_ptr(), out.nbytes, parts, x.nbytes
+        )
         return out
 
     def merge_rows(self, state: Tensor, first: int, count: int, ranks: Ranks) -> Tensor:
@@ -205,20 +212,20 @@ class SharedMemory:
         rows = state.shape[1:-1].numel()
         parts = _numbers(columns, first * rows, count * rows)
         call = _MERGE, _EVERYONE, state.data_ptr(), out.data_ptr(), state.nbytes, parts
-        self._run("merge", ranks, *call)
+        launch(self._run, "merge", ranks, *call)
         return out
 
     def exchange(self, x: Tensor, ranks: Ranks) -> Tensor:
         """x [n, ...] -> [n, ...]: entry i came from rank i, whose entry for this rank it was."""
         out = torch.empty_like(x)
         size = x.nbytes // self._team.world
-        self._run("exchange", ranks, _EXCHANGE, _EVERYONE, x.data_ptr(), out.data_ptr(), size)
+        launch(self._run, "exchange", ranks, _EXCHANGE, _EVERYONE, x.data_ptr(), out.data_ptr(), size)
         return out
 
     def sum(self, x: Tensor, ranks: Ranks) -> Tensor:
         """The sum of x, of a dtype in `SUMS`, over all ranks: in rank order, in fp32 at least."""
         out = torch.empty_like(x)
-        self._run("sum", ranks, SUMS[x.dtype], _EVERYONE, x.data_ptr(), out.data_ptr(), x.nbytes)
+        launch(self._run, "sum", ranks, SUMS[x.dtype], _EVERYONE, x.data_ptr(), out.data_ptr(), x.nbytes)
         return out
 
     def merge(self, states: Tensor) -> Tensor:
@@ -230,12 +237,12 @@ class SharedMemory:
             return merge_packed(states)
         merged = states.new_empty(states.shape[1:])
         columns, sizes = merged.shape[-1], (states.shape[0], merged.numel())
-        _library().merge_states(states.data_ptr(), merged.data_ptr(), *sizes, sizes[1] // columns, columns)
+        launch(_library().merge_states, states.data_ptr(), merged.data_ptr(), *sizes, sizes[1] // columns, columns)
         return merged
 
     def broadcast(self, x: Tensor, source: int, ranks: Ranks) -> None:
         """x of rank `source` on all ranks, in place."""
-        self._run("broadcast", ranks, _BROADCAST, source, x.data_ptr(), x.data_ptr(), x.nbytes)
+        launch(self._run, "broadcast", ranks, _BROADCAST, source, x.data_ptr(), x.data_ptr(), x.nbytes)
 
     def _run(
         self, name: str, ranks: Ranks, op: int, source: int, x: int, out: int, num_bytes: int, parts=None,

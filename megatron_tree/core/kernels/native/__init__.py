@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...compiled import NotCompiled, compiled
 from ...spec import AttnSpec
+from ...tape import launch
 from ..kv_cache import KVCache
 
 CHUNK, SELECTED_CHUNK = 1024, 256  # slots of a task
@@ -87,29 +88,37 @@ def attn_decode(q: Tensor, cache: KVCache, spec: AttnSpec) -> Tensor:
         q_positions, k_positions = q_positions.to(torch.int64), k_positions.to(torch.int64)
     slopes = None if spec.alibi_slopes is None else torch.tensor(spec.alibi_slopes)  # fp32
     tensors = (q, k, v, k_scale, v_scale, table, selected, lengths, q_positions, k_positions, slopes, parts, out)
-    strides = [None if x is None else x.stride() for x in (q, k, v, k_scale, v_scale, q_positions, k_positions, table)]
+    strides, addresses = [], []
+    for x in tensors:
+        strides.append(None if x is None else x.stride())
+        addresses.append(0 if x is None else x.data_ptr())
     sizes = (b, s_q, h, h_kv, d, d_v, slots, chunk, sharers, max(1, page_size), item, len(spec.alibi_slopes or ()))
     numbers = spec.softmax_scale, spec.softcap, spec.window_size, spec.causal
-    call = _Call.from_buffer_copy(_sizes(sizes, *strides, *numbers))
-    _ADDRESSES.pack_into(call, _Call.q.offset, *[0 if x is None else x.data_ptr() for x in tensors])
+    call = _Call.from_buffer_copy(_sizes(sizes, *strides[:6], *strides[8:10], *numbers))
+    _ADDRESSES.pack_into(call, _Call.q.offset, *addresses)
     library, tasks = _library(k.dtype), b * num_chunks
     bytes_read = b * slots * h_kv * (d + d_v) * item
     threads = min(torch.get_num_threads(), tasks, bytes_read // _BYTES_OF_A_THREAD)
+    launch(_run, library, call, tasks, threads)
+    return out.view(*shape, d_v + 1)
+
+
+def _run(library: ctypes.CDLL, call: _Call, tasks: int, threads: int) -> None:
+    call_by_address = ctypes.byref(call)
     if threads > 1:
         ends = [tasks * i // threads for i in range(threads + 1)]
         pool = _pool(os.getpid(), torch.get_num_threads())
-        failed = any(pool.map(lambda i: library.decode_tasks(ctypes.byref(call), ends[i], ends[i + 1]), range(threads)))
+        failed = any(pool.map(lambda i: library.decode_tasks(call_by_address, ends[i], ends[i + 1]), range(threads)))
     else:
-        failed = library.decode_tasks(ctypes.byref(call), 0, tasks)
+        failed = library.decode_tasks(call_by_address, 0, tasks)
     if failed:
         raise MemoryError("attn_decode: no memory for a task's queries")
-    library.merge_tasks(ctypes.byref(call))
-    return out.view(*shape, d_v + 1)
+    library.merge_tasks(call_by_address)
 
 
 @functools.lru_cache(maxsize=256)
 def _sizes(
-    sizes: tuple[int, ...], q, k, v, k_scale, v_scale, q_positions, k_positions, table, scale: float, softcap: float,
+    sizes: tuple[int, ...], q, k, v, k_scale, v_scale, table, q_positions, k_positions, scale: float, softcap: float,
     window_size: tuple[int, int], causal: bool,
 ) -> _Call:  # fmt: skip
     """A call without its pointers, the same in every layer and step of a shape; tensors are given by their strides."""

@@ -64,6 +64,7 @@ def generate(
     keep_logits: bool = False,
     token_group=None,
     cuda_graphs: bool = False,
+    record_steps: bool = False,
 ) -> Generation:
     """Greedy decoding with the KV cache sharded over the cache's group. Call it on all ranks with equal arguments.
 
@@ -78,7 +79,7 @@ def generate(
         eos_token_id: token or tokens that end a row.
         attention_mask: [b, s] with 0 for padding on the left or on the right, which is neither run nor cached.
         prefill: "sharded": every rank runs its share of a prompt; "replicated": every rank runs all of it.
-        chunk_size, cuda_graphs: see `Runner`.
+        chunk_size, cuda_graphs, record_steps: see `Runner`.
         progress: called as progress(done, total) during the prefill, in tokens.
         keep_logits: keep the logits of every new token.
         token_group: the ranks that run the same tokens, if they are more than the cache's group (tensor parallelism).
@@ -89,7 +90,8 @@ def generate(
     with shared_checks("generate", cache.cp_group):
         check_model(model)
         check_choice("prefill", prefill, PREFILLS)
-        runner = Runner(model, cache, token_group=token_group, chunk_size=chunk_size, cuda_graphs=cuda_graphs)
+        options = dict(chunk_size=chunk_size, cuda_graphs=cuda_graphs, record_steps=record_steps)
+        runner = Runner(model, cache, token_group=token_group, **options)
         prefill = prefill if runner.shares_prompts else "replicated"
         check_local(input_ids=input_ids, attention_mask=attention_mask)
         prompts = _check_prompts(model, input_ids, attention_mask, cache, max_new_tokens, runner.vocab_size)

@@ -41,7 +41,7 @@ class Runner(RowRunner):
         model: a causal language model whose attention implementation is "tree".
         cache: a `TreeCache`; rows that it holds already stay.
         token_group: the ranks that run the same tokens, if they are more than the cache's group (tensor parallelism).
-        chunk_size, capacity_tokens, cuda_graphs: see `RowRunner`.
+        chunk_size, capacity_tokens, cuda_graphs, record_steps: see `RowRunner`.
     Raises: ValueError for another attention implementation, sizes below 1, or CUDA graphs that can't be had.
     """
 
@@ -55,6 +55,7 @@ class Runner(RowRunner):
         chunk_size: int = CHUNK_SIZE,
         capacity_tokens: int | None = None,
         cuda_graphs: bool = False,
+        record_steps: bool = False,
     ):
         check_model(model)
         self.model, self.cache = model, cache
@@ -73,6 +74,7 @@ class Runner(RowRunner):
             weight_gathering=getattr(model, "weight_gathering", None),  # where its weights are split over ranks
             config=cache.tree_config,
             cuda_graphs=cuda_graphs,
+            record_steps=record_steps,
         )
         self.image_tokens = image_tokens(model.config)
         self._embedded: EmbeddedPrompt | None = None  # of the row that is prefilled
@@ -123,7 +125,7 @@ class Runner(RowRunner):
     def _without_images(self) -> str | None:
         """Why images can't be run."""
         if self._graphs is not None:
-            return "cuda_graphs=True"
+            return f"{self._graphs.option}=True"
         if self.cache.rope is not None:
             return "a rotary embedding that depends on lengths"
         if self.joins_images and self.head_shares is not None:
