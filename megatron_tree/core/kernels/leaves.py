@@ -3,9 +3,10 @@
 A leaf is `LEAF` consecutive positions of a document, the first one a multiple of `LEAF`. Every product is of the
 queries of one leaf (of one row of the batch and one KV head) and the keys of one leaf, padded with zeros, or of `WIDE`
 leaves, a node of the tree, where all pairs are visible: so a product's shape follows from positions, and torch adds up
-in the same order. States are merged along the tree over the leaves of keys (`merge_tree`); gradients are added up from
-the first leaf to the last. So all keys that a query sees must be here, and in the backward all queries that see a key
-(attention/gather.py). The numbers at the formulas are those of docs/design.md, section 1.
+in the same order. States are merged along the tree over the leaves of keys (`merge_tree`), dq is added up from the
+first leaf of keys to the last: all keys that a query sees must be here. dk and dv are sums of integers (steps.py) over
+the leaves of queries, in any order: other ranks' are added where they are (attention/gather.py). The numbers at the
+formulas are those of docs/design.md, section 1.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ import torch
 from torch import Tensor
 
 from ..dropout import keep_weights
-from ..layout import Segment, by_document, in_chunks, join
+from ..layout import Segment, Sharding, by_document, in_chunks, join
 from ..merge import NEG_INF, State, finite, merge_into, merge_tree, state_dtype
 from ..spec import AttnSpec
 from .blocks import alibi_bias, window_mask
+from .steps import Steps, largest_of
 
 LEAF = 128  # with fewer positions products are slow; with more, the end of every document costs more
-WIDE = 4  # a power of two; with more, a rank computes more of other ranks' keys for gradients of its own
+WIDE = 4  # a power of two; with more, memory for their pairs leaves the cache
 
 
 def attn_fwd(
@@ -53,10 +55,22 @@ def attn_fwd(
 
 
 def attn_bwd(
-    dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec, own: tuple[slice, slice] | None = None
+    dout,
+    q,
+    k,
+    v,
+    lse,
+    delta,
+    *,
+    q_segments,
+    k_segments,
+    spec: AttnSpec,
+    own: tuple[slice, slice] | None = None,
+    steps: Steps | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `Backend.attn_bwd`. own: the rows of queries and of keys whose gradients are asked for, if not all are; in
-    other rows they are incomplete."""
+    other rows they are incomplete. steps: of all ranks' queries, if these are not all; dk and dv are then sums in
+    `steps.dtype`, which add up over ranks."""
     pairs, n = _Pairs(q, k, q_segments, k_segments, spec), k.shape[2]
     lse = lse.masked_fill(lse == NEG_INF, -NEG_INF)  # exp(s - lse) is 0 where nothing is seen
     of_q, of_dout, *statistics = (
@@ -64,11 +78,13 @@ def attn_bwd(
     )
     of_k, of_v = pairs.keys.cut(k, n), pairs.keys.cut(v, n)
     of_q = of_q * spec.softmax_scale
-    dq, dk, dv = (torch.zeros_like(x) for x in (of_q, of_k, of_v))
+    local = steps or _steps_of_all(dout, q, v, delta, q_segments, k_segments, spec)
+    dq, dk, dv = torch.zeros_like(of_q), *(torch.zeros_like(x, dtype=local.dtype) for x in (of_k, of_v))
     has_q, has_k = (x.has(rows) for x, rows in zip((pairs.queries, pairs.keys), own or (slice(None),) * 2))
     for at in pairs.tiles(q.shape[0], n):
         i, heads = at[-1], at[:-1]
         q_i, dout_i, lse_i, delta_i, dq_i = (_rows(x, at) for x in (of_q, of_dout, *statistics, dq))
+        per_unit = local.per_unit[local.numbers[pairs.queries.numbers[i][0]]][at[0]][at[1]]
         for j in pairs.visible[i].values():
             for_keys = any(has_k[j])
             if not (has_q[i] or for_keys):
@@ -85,9 +101,17 @@ def attn_bwd(
             if has_q[i]:
                 dq_i.addmm_(ds, k_j)  # d2F/dq dzeta: (7)
             if for_keys:
-                dk_j += torch.mm(ds.T, q_i)  # d2F/dk dzeta: (7)
-                dv_j += torch.mm(dropped.T, dout_i)  # d2F/dv dzeta: (5)
-    return pairs.queries.join(dq.mul_(spec.softmax_scale)), pairs.keys.join(dk), pairs.keys.join(dv)
+                local.add(dk_j, torch.mm(ds.T, q_i), per_unit[0])  # d2F/dk dzeta: (7)
+                local.add(dv_j, torch.mm(dropped.T, dout_i), per_unit[1])  # d2F/dv dzeta: (5)
+    dk, dv = pairs.keys.join(dk), pairs.keys.join(dv)
+    return pairs.queries.join(dq.mul_(spec.softmax_scale)), *(local.values(dk, dv) if steps is None else (dk, dv))
+
+
+def _steps_of_all(dout, q, v, delta, q_segments, k_segments, spec: AttnSpec) -> Steps:
+    """From all queries."""
+    largest = largest_of(dout, q, delta, v.shape[2], q_segments=q_segments, all_segments=q_segments)
+    group = q.shape[2] // v.shape[2]
+    return Steps(largest, v, q_segments=q_segments, k_segments=k_segments, spec=spec, group=group)
 
 
 def sum_rows(x: Tensor, q_segments) -> Tensor:
@@ -95,6 +119,13 @@ def sum_rows(x: Tensor, q_segments) -> Tensor:
     tiles = Leaves.of(tuple(q_segments), x.shape[2]).cut(x.transpose(1, 2)[..., None], x.shape[1])
     of_leaves = tiles[..., 0, :, 0].contiguous().sum(-1)  # [b, h, leaves]
     return functools.reduce(torch.add, of_leaves.transpose(1, 2).flatten(0, 1), x.new_zeros(x.shape[1]))
+
+
+@functools.lru_cache(maxsize=64)
+def are_whole(queries: Sharding) -> bool:
+    """Whether every leaf of the queries lies on one rank."""
+    by_rank = [set(Leaves.of(queries.segments((r,)), queries.rows).numbers) for r in range(queries.world)]
+    return sum(map(len, by_rank)) == len(set().union(*by_rank))
 
 
 def _rows(tiles: Tensor, at: tuple) -> Tensor:
