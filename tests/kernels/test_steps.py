@@ -40,7 +40,7 @@ CASES = {
     "one key": _one_key,
     "one query": _one_query,
     "small": lambda q, k, v, dout: (q, k, v * 1e-3, dout * 1e-25),
-    "large": lambda q, k, v, dout: (q * 1e-3, k, v * 1e3, dout * 1e25),
+    "large": lambda q, k, v, dout: (q * 1e2, k * 1e-2, v * 1e3, dout * 1e29),
     "nothing": lambda q, k, v, dout: (q, k, v, dout * 0),
 }
 

@@ -38,15 +38,15 @@ class Steps:
         """Of sums."""
         dropped = 1 / (1 - spec.dropout.p) if spec.dropout else 1.0
         counts = {seq: sum(s.length for s in of_document) for seq, of_document in by_document(q_segments).items()}
-        n = torch.tensor([counts[seq] * group * dropped for seq in self.numbers], dtype=dtype, device=v.device)
-        (of_v,) = _by_document([v.to(dtype).abs().amax(-1)], k_segments, self.numbers).unbind(-1)
+        n = torch.tensor([counts[seq] * group * dropped for seq in self.numbers], dtype=torch.float64, device=v.device)
+        (of_v,) = _by_document([_entries(v)], k_segments, self.numbers).unbind(-1)
         dout, dout_q, delta_q = largest.unbind(-1)
         of_k = abs(spec.softmax_scale) * (v.shape[-1] * of_v * dout_q + delta_q)
         bounds = torch.stack((of_k, dout), -1) * n[:, None, None, None]  # [documents, b, h_kv, 2]
         exponents = (BITS - torch.frexp(bounds).exponent).clamp(-126, 126)
         if dtype == torch.float64:
             exponents = torch.zeros_like(exponents)
-        ones = torch.ones_like(bounds)
+        ones = torch.ones_like(bounds, dtype=dtype)
         self._sizes = torch.ldexp(ones, -exponents).masked_fill(~bounds.isfinite(), torch.nan)
         self.per_unit = torch.ldexp(ones, exponents).tolist()
         """[number of the document][row][KV head]: steps of dk, and of dv, in 1."""
@@ -67,13 +67,17 @@ class Steps:
 
 
 def largest_of(dout: Tensor, q: Tensor, delta: Tensor, num_heads_kv: int, *, q_segments, all_segments) -> Tensor:
-    """[documents, b, h_kv, 3], of some ranks' queries: the largest |dout|, |dout| |q| and |delta| |q|, infinite if one
-    is not finite. Of several ranks' the maximum counts. all_segments: of all queries."""
-    dtype = state_dtype(q.dtype)
-    of_dout, of_q = dout.to(dtype).abs().amax(-1), q.to(dtype).abs().amax(-1)
-    of_queries = [of_dout, of_dout * of_q, delta.to(dtype).abs().transpose(1, 2) * of_q]
+    """float64 [documents, b, h_kv, 3], of some ranks' queries: the largest |dout|, |dout| |q| and |delta| |q|, infinite
+    if one is not finite. Of several ranks' the maximum counts. all_segments: of all queries."""
+    of_dout, of_q, of_delta = _entries(dout), _entries(q), _entries(delta.transpose(1, 2)[..., None])
+    of_queries = [of_dout, of_dout * of_q, of_delta * of_q]
     of_groups = [x.unflatten(2, (num_heads_kv, -1)).amax(-1) for x in of_queries]
     return _by_document(of_groups, q_segments, _numbers(all_segments))
+
+
+def _entries(x: Tensor) -> Tensor:
+    """float64 [b, s, h]: the largest |entry| of the vectors of x [b, s, h, d]. Products of them do not overflow."""
+    return x.abs().amax(-1).double()
 
 
 def _numbers(segments: tuple[Segment, ...]) -> dict[int, int]:
