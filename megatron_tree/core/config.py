@@ -151,8 +151,8 @@ class TreeConfig:
     Decoding is slower: Triton's kernels split the keys every 1024 whatever the batch size, the others attend row by
     row. "ranks": results and gradients have the same bits on any number of ranks, too, in any layout, batch and plan,
     on the backends "reference" and "triton" (docs/reliability.md). In training and prefill sums are cut by positions,
-    and ranks merge no partial results: keys and values are gathered (a grid of one row), heads exchanged, or both, and
-    in the backward queries are gathered, too. Decoding adds up integers. What can't is refused."""
+    and ranks merge no partial states: keys and values are gathered (a grid of one row), heads exchanged, or both.
+    Gradients of keys and decoding add up integers. What can't is refused."""
 
     def __post_init__(self):
         for name, choices in CHOICES.items():

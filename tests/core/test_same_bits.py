@@ -22,6 +22,7 @@ from megatron_tree import (
     tree_prefill,
 )
 from megatron_tree.core import energy
+from megatron_tree.core.attention.call import PlannedAttention
 from megatron_tree.core.cache.pages import quantize
 from megatron_tree.core.dropout import keep_weights
 from megatron_tree.core.kernels import leaves
@@ -272,6 +273,50 @@ def test_triton_gives_the_same_bits_on_any_number_of_ranks(case):
     problem, seats = case
     seats = [Seat(world, layout, dict(config, backend="triton")) for world, layout, config in seats]
     _check([(problem, seats)], run_distributed(_on_triton, 4, [(problem, seats)], timeout=300))
+
+
+WHOLE = (
+    (
+        Problem((6 * LEAF,), (8, 2), (16, 24), 2, torch.float32, dict(softcap=3.0, sinks=True), 1),
+        [
+            (1, "zigzag", {}),
+            (2, (4 * LEAF, 2 * LEAF), {}),
+            (3, "zigzag", dict(head_chunks=2)),
+            (4, (LEAF, 0, 4 * LEAF, LEAF), {}),
+        ],
+    ),
+    (
+        Problem((256, 649, 119), (4, 2), (16, 16), 1, torch.bfloat16, dict(dropout_p=0.3, dropout_seed=2), 2),
+        [(1, "contiguous", {}), (2, "contiguous", {}), (4, "contiguous", {}), (4, "contiguous", dict(ulysses_size=2))],
+    ),
+)
+
+
+def _on_ranks_by(rank, size, drawn, schedule):
+    """`_on_ranks` with this backward wherever there is one for several ranks."""
+    plan_on, taken = PlannedAttention.plan_on, []
+
+    def named(self, *args, **options):
+        plan = plan_on(self, *args, **options)
+        others = [x for x in plan.candidates[1] if x.ulysses_size == plan.forward.ulysses_size]
+        taken.append(next((x for x in others if x.schedule == schedule), plan.backward))
+        return dataclasses.replace(plan, backward=taken[-1])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlannedAttention, "plan_on", named)
+        found = _on_ranks(rank, size, drawn)
+    worlds = {seat.world for _, seats in drawn for seat in seats if max(1, rank) < seat.world}
+    assert sum(x.schedule == schedule for x in taken) >= len(worlds)
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["gather", "integers"])
+@pytest.mark.parametrize("case", WHOLE, ids=["a sequence", "documents"])
+def test_both_backwards_give_the_same_bits(case, schedule):
+    problem, seats = case
+    drawn = [(problem, [Seat(world, layout, config) for world, layout, config in seats])]
+    drawn[0][1].extend([Seat(1, "zigzag", {}, alone=True)] * (problem.batch > 1))
+    _check(drawn, run_distributed(_on_ranks_by, 4, drawn, schedule, timeout=300))
 
 
 @pytest.mark.slow
@@ -571,7 +616,8 @@ def test_tangents_are_refused():
 
 
 def test_the_plan_says_what_is_sent():
-    """A rank sends its KV in the forward, in the backward its queries, dout, lse and delta, too; nothing comes back."""
+    """A rank sends its KV in the forward, in the backward its queries, dout, lse and delta, too; nothing comes back. Or
+    gradients of KV come back as integers."""
     topology, (b, s, p) = default_topology("gloo"), (2, 512, 4)
     call = dict(batch=b, seq_len=s, bytes_per_word=4, topology=topology, placement=place(topology, [0] * p))
     shape = Shape(8, 2, 64, 32)
@@ -581,3 +627,6 @@ def test_the_plan_says_what_is_sent():
     assert plan.forward.cost.bytes == kv and plan.backward.cost.bytes == kv + queries
     assert "rows gathered among 4" in plan.reason
     assert plan_training(p, shape, deterministic="ranks", **call).forward.ulysses_size in (1, 2)
+    integers = plan_training(p, shape, deterministic="ranks", integers=True, ulysses_size=1, **call)
+    assert integers.forward == plan.forward and integers.backward.cost.bytes == kv + 2 * kv
+    assert "gradients added up as integers" in integers.reason

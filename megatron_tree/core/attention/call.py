@@ -224,7 +224,9 @@ class PlannedAttention(AttentionCall):
 
     def plan_on(self, topology: Topology, **others) -> TrainingPlan:
         """The call's plan if the network is this one. others: as of `planned_on`."""
-        return self.planned_on(self.ranks.network._replace(topology=topology), dual=self.backend.dual, **others)
+        network = self.ranks.network._replace(topology=topology)
+        integers = self.backend.adds_integers(self.queries, self.spec, self.dtype)
+        return self.planned_on(network, dual=self.backend.dual, integers=integers, **others)
 
     @property
     def rank(self) -> int:
@@ -269,7 +271,7 @@ class PlannedAttention(AttentionCall):
             keys = VisibleRows(team, self.keys.segments(at.holder), *rows)
         else:
             keys = TeamRows.of(self._team("keys", plan, at.key_team), self.keys, at.key_holders)
-        gathers = plan.schedule == "gather"
+        gathers = plan.schedule in ("gather", "integers")
         team, holders = (at.key_team, at.key_holders) if gathers else (at.query_team, at.query_holders)
         queries = TeamRows.of(self._team("queries", plan, team), self.queries, holders)
         selected = None if self.selected_keys is None else SelectedKeys(self.selected_keys, queries)

@@ -6,6 +6,7 @@ Schedules differ in the rows that travel (rows.py):
     grid        the query team's (the rank's column)             the key team's (its row)
     cast        this rank's                                      those that this rank's queries see
     gather      this rank's; backward all ranks'                 all ranks'
+    integers    this rank's                                      all ranks'
     prefill     the query team's tokens, or its heads            the key team's
 
 A training pass computes the local pair, this rank's queries and keys, while others' rows are on their way. With the

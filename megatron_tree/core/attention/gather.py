@@ -1,10 +1,12 @@
-"""The schedule of `TreeConfig(deterministic="ranks")`: rows are gathered, and ranks merge no partial results.
+"""The schedules of `TreeConfig(deterministic="ranks")`: rows are gathered, and ranks merge no partial states.
 
-In the forward a rank has all keys, and attends with its own queries. In the backward it has all queries, too: it
-computes dq of its own queries, and dk and dv of its own keys. So every row of a result is computed on one rank, from
-all that it depends on (kernels/leaves.py). A tree over ranks would send partial states and fp32 gradients of every
-subtree of leaves that a rank has; this sends queries in their dtype instead, and computes the blocks of other ranks'
-queries and own keys on both ranks.
+In the forward a rank has all keys, and attends with its own queries: every row of a result is computed on one rank,
+from all that it depends on (kernels/leaves.py). The backward has two forms with the same bits:
+
+- "integers", where every leaf of queries lies on one rank: a rank computes its queries and all keys, dq and its part of
+  dk and dv. These parts are integers (kernels/steps.py), which are reduced as other gradients are, in 8 bytes.
+- "gather": a rank has all queries, too, and computes dq of its own queries, dk and dv of its own keys. Blocks of one
+  rank's queries and another's keys are computed on both, and queries travel; nothing is reduced.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels import sum_rows
-from ..merge import State, pack_statistics, unpack_statistics
+from .. import comm
+from ..kernels import Steps, largest_of, sum_rows
+from ..merge import State, SumReducer, pack_statistics, unpack_statistics
 from ..plan import Stages
 from .cell import Cell, Grads, HeadChunk, Residuals, weights_of_sinks
 
@@ -67,8 +70,64 @@ class GatherBackward(Stages):
         grads = cell.backend.attn_bwd(dout, q, *kv, lse, delta, **segments, own=own)
         self.grads = tuple(x[:, rows].clone() for x, rows in zip(grads, (own[0], own[1], own[1])))
         if self.sinks is not None:
-            self.dsinks = torch.zeros_like(self.sinks)
-            if cell.queries.team.index == 0:
-                terms = weights_of_sinks(self.sinks, lse) * delta
-                self.dsinks -= sum_rows(terms, cell.queries.arriving).to(self.dsinks.dtype)  # d2F/dsinks dzeta: (8)
+            self.dsinks = grads_of_sinks(self.sinks, lse, delta, cell)
         self.arrived = None
+
+
+class IntegersBackward(Stages):
+    """The same of a head chunk where gradients of keys are added up as integers."""
+
+    def __init__(
+        self, cell: Cell, chunk: HeadChunk, dout: Tensor, residuals: Residuals, delta: Tensor, sinks: Tensor | None
+    ):
+        self.cell, self.chunk, self.residuals = cell, chunk, residuals.part(chunk)
+        self.dout, self.delta = dout[:, :, chunk.queries], delta[:, chunk.queries]
+        self.sinks = None if sinks is None else sinks[chunk.queries]
+        self.grads: Grads | None = None
+        self.dsinks: Tensor | None = None
+
+    def gather(self) -> None:
+        q, k, v, lse = self.residuals
+        queries, keys = self.cell.queries, self.cell.keys
+        segments = dict(q_segments=queries.local, all_segments=queries.arriving)
+        largest = largest_of(self.dout, q, self.delta, k.shape[2], **segments)
+        self.arriving = [keys.start_gather(k, v), comm.start_gather(largest, queries.team)]
+        if self.sinks is not None:
+            self.arriving.append(queries.start_gather(pack_statistics(lse, self.delta, wire=q.dtype)))
+
+    def receive(self) -> None:
+        (*self.arrived,), self.arriving = (x.wait() for x in self.arriving), None
+
+    def attend(self) -> None:
+        cell, (q, *_, lse), ((k, v), largest, *bits) = self.cell, self.residuals, self.arrived
+        keys, spec, self.arrived = dict(k_segments=cell.keys.arriving), self.chunk.spec, None
+        largest = largest.unflatten(0, (cell.queries.team.size, -1)).amax(0)
+        group = q.shape[2] // k.shape[2]
+        self.steps = Steps(largest, v, q_segments=cell.queries.arriving, **keys, spec=spec, group=group)
+        block = dict(q_segments=cell.queries.local, **keys, spec=spec, steps=self.steps)
+        dq, *sums = cell.backend.attn_bwd(self.dout, q, k, v, lse, self.delta, **block)
+        self.grads, reducer = (dq,), SumReducer(self.steps.dtype, self.steps.dtype)
+        self.reduction = cell.keys.start_reduce(torch.cat(sums, -1), reducer)
+        if self.sinks is not None:
+            statistics = unpack_statistics(bits[0][0], self.delta, 2)
+            self.dsinks = grads_of_sinks(self.sinks, *statistics, cell)
+
+    def advance(self) -> None:
+        self.reduction.advance()
+
+    def give_back(self) -> None:
+        _, k, v, _ = self.residuals
+        sums, self.reduction = self.cell.keys.reduced(self.reduction, k.shape[1]), None
+        self.grads += self.steps.values(*sums.split((k.shape[3], v.shape[3]), -1), self.cell.keys.at)
+
+
+def grads_of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor, cell: Cell) -> Tensor:
+    """[heads]: from lse and delta [b, h, s] of all queries on the first rank; 0 on the others."""
+    if cell.queries.team.index:
+        return torch.zeros_like(sinks)
+    terms = weights_of_sinks(sinks, lse) * delta
+    return -sum_rows(terms, cell.queries.arriving).to(sinks.dtype)  # d2F/dsinks dzeta: (8)
+
+
+BACKWARDS = {"gather": GatherBackward, "integers": IntegersBackward}
+"""By schedule."""

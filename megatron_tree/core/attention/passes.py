@@ -23,7 +23,7 @@ from ..plan import HeadSplit, PassPlan, Stages, run_stages
 from ..spec import AttnSpec
 from .call import PlannedAttention
 from .cell import CellBackward, CellForward, HeadChunk, LocalGrads, LocalState, Residuals, head_chunks, sink_grads
-from .gather import GatherBackward, GatherForward
+from .gather import BACKWARDS, GatherForward
 from .ring import RingBackward, RingForward
 from .tuning import Stopwatch
 
@@ -72,9 +72,9 @@ def backward(
     if plan.schedule == "ring":
         run_stages([ring := RingBackward(call, call.spec, dout, residuals, delta)], streams=streams)
         grads = ring.grads
-    elif plan.schedule == "gather":
-        parts = head_chunks(residuals.q.shape[2], residuals.k.shape[2], plan.head_chunks, call.spec)
-        chunks = [GatherBackward(call.cell(plan), x, dout, residuals, delta, sinks) for x in parts]
+    elif plan.schedule in BACKWARDS:
+        parts, run = head_chunks(*call.shape[:2], plan.head_chunks, call.spec), BACKWARDS[plan.schedule]
+        chunks = [run(call.cell(plan), x, dout, residuals, delta, sinks) for x in parts]
         run_stages(chunks, streams=streams)
         grads = tuple(torch.cat(parts, 2) for parts in zip(*(chunk.grads for chunk in chunks)))
         return *grads, None if sinks is None else torch.cat([chunk.dsinks for chunk in chunks])
@@ -147,7 +147,8 @@ class _Pass:
 
     def __init__(self, call: PlannedAttention, plan: PassPlan):
         team = call.head_team(plan)
-        self.gathers = plan.schedule == "gather"
+        self.gathers = plan.schedule in BACKWARDS
+        self.backward = BACKWARDS.get(plan.schedule)
         split = HeadSplit.of(*call.shape[:2], team.size, whole=self.gathers)
         self.exchange = HeadExchange(split, team, (call.queries.rows, call.keys.rows))
         self.call, self.chunks = call, self.exchange.chunks(plan.head_chunks, call.spec)
@@ -233,7 +234,7 @@ class _BackwardChunk(_Chunk):
         if cell is None:
             self.inner = RingBackward(self.run.call, self.chunk.spec, *args)
         elif self.run.gathers:
-            self.inner = GatherBackward(cell, HeadChunk.all(self.chunk.spec), *args, self.local_sinks)
+            self.inner = self.run.backward(cell, HeadChunk.all(self.chunk.spec), *args, self.local_sinks)
         else:
             self.inner = CellBackward(
                 cell, HeadChunk.all(self.chunk.spec), *args, LocalGrads(cell, self.chunk.spec, *args)

@@ -13,6 +13,7 @@ from .index import best_keys, index_scores
 from .kv_cache import KVCache, SharedPages
 from .leaves import sum_rows
 from .states import ACCELERATORS, StateReducer, merge_into, merge_packed, triton_for, write_eight_bits
+from .steps import Steps, largest_of
 
 __all__ = [
     "ACCELERATORS",
@@ -21,6 +22,7 @@ __all__ = [
     "KVCache",
     "SharedPages",
     "StateReducer",
+    "Steps",
     "attn_bwd",
     "attn_decode",
     "attn_delta",
@@ -28,6 +30,7 @@ __all__ = [
     "best_keys",
     "choose",
     "index_scores",
+    "largest_of",
     "merge_into",
     "merge_packed",
     "sum_rows",

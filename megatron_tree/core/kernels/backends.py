@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import merge
+from ..layout import Sharding
 from ..log import say_once
 from ..spec import AttnSpec
 from . import fastest, leaves, ranges
@@ -62,7 +63,7 @@ class Backend:
         exact.
 
         Args: dout [b, s_q, h, d_v]; lse and delta [b, h, s_q] fp32, delta = rowsum(dout * out) - dlse; selected as of
-        `attn_fwd`, and own of leaves.py.
+        `attn_fwd`; own and steps of leaves.py.
         Returns: dq [b, s_q, h, d], dk [b, s_k, h_kv, d], dv [b, s_k, h_kv, d_v] in fp32 (float64 for float64).
         """
         derive = self.module.attn_bwd_jvp if self.dual else self.module.attn_bwd
@@ -125,6 +126,10 @@ class Backend:
         decode = self.module.attn_decode
         state = decode(q, cache, spec)
         return decode_shared(decode, q, cache, spec, state) if cache.shared else state
+
+    def adds_integers(self, queries: Sharding, spec: AttnSpec, dtype: torch.dtype) -> bool:
+        """Whether ranks may add up what `attn_bwd` gives them for keys, from steps that all know (steps.py)."""
+        return self.module is leaves and spec.ranges is None and dtype != torch.float64 and leaves.are_whole(queries)
 
     def check_pages(self, k: Tensor) -> None:
         """Raise ``ValueError`` for pages k [pages, page_size, h_kv, d] that this backend can't read."""

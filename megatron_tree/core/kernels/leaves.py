@@ -1,11 +1,12 @@
-"""The reference backend leaf by leaf: the bits of a row depend neither on the other rows nor on who has them.
+"""Attention leaf by leaf in torch: the bits of a row depend neither on the other rows nor on who has them.
 
 A leaf is `LEAF` consecutive positions of a document, the first one a multiple of `LEAF`. Every product is of the
 queries of one leaf (of one row of the batch and one KV head) and the keys of one leaf, padded with zeros, or of `WIDE`
 leaves, a node of the tree, where all pairs are visible: so a product's shape follows from positions, and torch adds up
-in the same order. States are merged along the tree over the leaves of keys (`merge_tree`); gradients are added up from
-the first leaf to the last. So all keys that a query sees must be here, and in the backward all queries that see a key
-(attention/gather.py).
+in the same order. States are merged along the tree over the leaves of keys (`merge_tree`), dq is added up from the
+first leaf of keys to the last: all keys that a query sees must be here. dk and dv are sums of integers (steps.py) over
+the leaves of queries, in any order: other ranks' are added where they are (attention/gather.py). The numbers at the
+formulas are those of docs/design.md, section 1.
 """
 
 from __future__ import annotations
@@ -17,71 +18,122 @@ import torch
 from torch import Tensor
 
 from ..dropout import keep_weights
-from ..layout import Segment, by_document, in_chunks, join
-from ..merge import NEG_INF, State, merge_into, merge_tree, state_dtype
+from ..layout import Segment, Sharding, by_document, in_chunks, join
+from ..merge import NEG_INF, State, finite, merge_into, merge_tree, state_dtype
 from ..spec import AttnSpec
 from .blocks import alibi_bias, window_mask
-from .reference import grads_of, logits, state_of, with_mask
+from .steps import Steps, largest_of
 
 LEAF = 128  # with fewer positions products are slow; with more, the end of every document costs more
-WIDE = 4  # a power of two; with more, a rank computes more of other ranks' keys for gradients of its own
+WIDE = 4  # a power of two; with more, products are no faster
 
 
 def attn_fwd(
     q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, out_dtype=None
 ) -> tuple[Tensor, Tensor]:
     """See `Backend.attn_fwd`; out_dtype changes nothing."""
-    pairs = _Pairs(q, k, q_segments, k_segments, spec)
-    of_q, of_k, of_v = pairs.queries.cut(q, k.shape[2]), pairs.keys.cut(k, k.shape[2]), pairs.keys.cut(v, k.shape[2])
+    pairs, n = _Pairs(q, k, q_segments, k_segments, spec), k.shape[2]
+    of_q, of_k, of_v = pairs.queries.cut(q, n) * spec.softmax_scale, pairs.keys.cut(k, n), pairs.keys.cut(v, n)
     out, lse = of_q.new_zeros((*of_q.shape[:-1], v.shape[-1])), of_q.new_full((*of_q.shape[:-1], 1), NEG_INF)
 
-    def state(i: int, *at: int, leaf: int) -> State:
-        j = pairs.visible[i][leaf]
-        s = logits(of_q[i, *at][None], _block(of_k, j, *at), spec)
-        s = with_mask(s, pairs.mask(i, j), pairs.bias(i, j, *at))
-        return state_of(s, _block(of_v, j, *at), pairs.dropout_weights(i, j, *at))
+    def state(at: tuple[int, int, int], leaf: int) -> State:
+        j, heads = pairs.visible[at[-1]][leaf], at[:-1]
+        s, _ = pairs.logits(_rows(of_q, at), _rows(of_k, (*heads, j)), at, j)
+        top = finite(s.amax(-1, keepdim=True))
+        p = s.sub_(top).exp_()
+        den = p.sum(-1, keepdim=True)
+        weights = pairs.dropout_weights(at, j)
+        p = p if weights is None else p * weights
+        of_leaf = torch.mm(p, _rows(of_v, (*heads, j))).div_(den.clamp(min=torch.finfo(den.dtype).tiny))  # (3)
+        return of_leaf[:, None], (top + den.log_()).T  # (2)
 
-    for at in pairs.tiles(q.shape[0], k.shape[2]):
-        merged = merge_tree(list(pairs.visible[at[0]]), lambda leaf, at=at: state(*at, leaf=leaf), _merge)
-        out[at], lse[at] = merged[0][0], merged[1][0].T[..., None]
+    for at in pairs.tiles(q.shape[0], n):
+        merged = merge_tree(list(pairs.visible[at[-1]]), functools.partial(state, at), _merge)
+        _rows(out, at).copy_(merged[0][:, 0])
+        _rows(lse, at).copy_(merged[1].T)
     return pairs.queries.join(out), pairs.queries.join(lse, NEG_INF)[..., 0].transpose(1, 2).contiguous()
 
 
 def attn_bwd(
-    dout, q, k, v, lse, delta, *, q_segments, k_segments, spec: AttnSpec, own: tuple[slice, slice] | None = None
+    dout,
+    q,
+    k,
+    v,
+    lse,
+    delta,
+    *,
+    q_segments,
+    k_segments,
+    spec: AttnSpec,
+    own: tuple[slice, slice] | None = None,
+    steps: Steps | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `Backend.attn_bwd`. own: the rows of queries and of keys whose gradients are asked for, if not all are; in
-    other rows they are incomplete."""
+    other rows they are incomplete. steps: of all ranks' queries, if these are not all; dk and dv are then sums in
+    `steps.dtype`, which add up over ranks."""
     pairs, n = _Pairs(q, k, q_segments, k_segments, spec), k.shape[2]
-    queries = [pairs.queries.cut(x, n) for x in (q, dout, *(x.transpose(1, 2)[..., None] for x in (lse, delta)))]
+    lse = lse.masked_fill(lse == NEG_INF, -NEG_INF)  # exp(s - lse) is 0 where nothing is seen
+    of_q, of_dout, *statistics = (
+        pairs.queries.cut(x, n) for x in (q, dout, *(x.transpose(1, 2)[..., None] for x in (lse, delta)))
+    )
     of_k, of_v = pairs.keys.cut(k, n), pairs.keys.cut(v, n)
-    dq, dk, dv = (torch.zeros_like(x) for x in (queries[0], of_k, of_v))
+    of_q = of_q * spec.softmax_scale
+    local = steps or _steps_of_all(dout, q, v, delta, q_segments, k_segments, spec)
+    dq, dk, dv = torch.zeros_like(of_q), *(torch.zeros_like(x, dtype=local.dtype) for x in (of_k, of_v))
     has_q, has_k = (x.has(rows) for x, rows in zip((pairs.queries, pairs.keys), own or (slice(None),) * 2))
-    for i, *at in pairs.tiles(q.shape[0], n):
-        of_q, of_dout, *statistics = (x[i, *at][None] for x in queries)
-        statistics = [x[..., 0].transpose(1, 2) for x in statistics]
+    for at in pairs.tiles(q.shape[0], n):
+        i, heads = at[-1], at[:-1]
+        q_i, dout_i, lse_i, delta_i, dq_i = (_rows(x, at) for x in (of_q, of_dout, *statistics, dq))
+        per_unit = local.per_unit[local.numbers[pairs.queries.numbers[i][0]]][at[0]][at[1]]
         for j in pairs.visible[i].values():
-            if not (has_q[i] or any(has_k[j])):
+            for_keys = any(has_k[j])
+            if not (has_q[i] or for_keys):
                 continue
-            block = of_q, _block(of_k, j, *at), _block(of_v, j, *at), of_dout, *statistics
-            mask = pairs.mask(i, j), pairs.bias(i, j, *at), pairs.dropout_weights(i, j, *at)
-            parts = grads_of(*block, spec, *mask, of_queries=has_q[i], of_keys=any(has_k[j]))
-            for total, part in zip((dq[i, *at], dk[j, *at], dv[j, *at]), parts):
-                if part is not None:
-                    total += part.view(total.shape)
-    return pairs.queries.join(dq), pairs.keys.join(dk), pairs.keys.join(dv)
+            k_j, v_j, dk_j, dv_j = (_rows(x, (*heads, j)) for x in (of_k, of_v, dk, dv))
+            s, slope = pairs.logits(q_i, k_j, at, j)
+            p, weights = s.sub_(lse_i).exp_(), pairs.dropout_weights(at, j)
+            dp = torch.mm(dout_i, v_j.T, out=pairs.memory(1, len(v_j)))
+            dropped = p
+            if weights is not None:
+                dropped, dp = p * weights, dp.mul_(weights)
+            ds = dp.sub_(delta_i).mul_(p)  # d2F/ds dzeta: (6)
+            ds = ds if slope is None else ds.mul_(slope)
+            if has_q[i]:
+                dq_i.addmm_(ds, k_j)  # d2F/dq dzeta: (7)
+            if for_keys:
+                local.add(dk_j, torch.mm(ds.T, q_i), per_unit[0])  # d2F/dk dzeta: (7)
+                local.add(dv_j, torch.mm(dropped.T, dout_i), per_unit[1])  # d2F/dv dzeta: (5)
+    dk, dv = pairs.keys.join(dk), pairs.keys.join(dv)
+    return pairs.queries.join(dq.mul_(spec.softmax_scale)), *(local.values(dk, dv) if steps is None else (dk, dv))
+
+
+def _steps_of_all(dout, q, v, delta, q_segments, k_segments, spec: AttnSpec) -> Steps:
+    """From all queries."""
+    largest = largest_of(dout, q, delta, v.shape[2], q_segments=q_segments, all_segments=q_segments)
+    group = q.shape[2] // v.shape[2]
+    return Steps(largest, v, q_segments=q_segments, k_segments=k_segments, spec=spec, group=group)
 
 
 def sum_rows(x: Tensor, q_segments) -> Tensor:
     """[h]: the sum of x [b, h, s] over the batch and the rows of segments, leaf by leaf."""
     tiles = Leaves.of(tuple(q_segments), x.shape[2]).cut(x.transpose(1, 2)[..., None], x.shape[1])
-    of_leaves = tiles[..., 0, 0].contiguous().sum(-1)  # [leaves, b, h]
-    return functools.reduce(torch.add, of_leaves.transpose(0, 1).flatten(0, 1), x.new_zeros(x.shape[1]))
+    of_leaves = tiles[..., 0, :, 0].contiguous().sum(-1)  # [b, h, leaves]
+    return functools.reduce(torch.add, of_leaves.transpose(1, 2).flatten(0, 1), x.new_zeros(x.shape[1]))
 
 
-def _block(tiles: Tensor, j: slice, *at: int) -> Tensor:
-    """[1, positions, 1, d] of some leaves of keys, of one row and head."""
-    return tiles[j, *at].flatten(0, 1)[None]
+@functools.lru_cache(maxsize=64)
+def are_whole(queries: Sharding) -> bool:
+    """Whether every leaf of the queries lies on one rank."""
+    by_rank = [
+        {(seq, piece.seq) for seq, x in by_document(queries.segments((r,))).items() for piece in in_chunks(x, LEAF)}
+        for r in range(queries.world)
+    ]
+    return sum(map(len, by_rank)) == len(set().union(*by_rank))
+
+
+def _rows(tiles: Tensor, at: tuple) -> Tensor:
+    """[positions, d], a view: all heads of a leaf of queries at (row, KV head, leaf), or some leaves of keys."""
+    return tiles[at].flatten(0, -2)
 
 
 def _merge(state: State, part: State) -> State:
@@ -135,13 +187,13 @@ class Leaves:
         return x.index_copy_(1, self.rows.flatten().to(x.device), whole)[:, :-1]
 
     def cut(self, x: Tensor, num_heads_kv: int) -> Tensor:
-        """[leaves, b, num_heads_kv, LEAF, heads of a KV head, d] of x [b, s, heads, d], in the dtype of states."""
+        """[b, num_heads_kv, leaves, heads of a KV head, LEAF, d] of x [b, s, heads, d], in the dtype of states."""
         x = self.in_order(x).unflatten(1, self.rows.shape).unflatten(3, (num_heads_kv, -1)).to(state_dtype(x.dtype))
-        return x.permute(1, 0, 3, 4, 2, 5).contiguous().transpose(3, 4)  # a KV head's queries, head by head
+        return x.permute(0, 3, 1, 4, 2, 5).contiguous()
 
     def join(self, tiles: Tensor, fill: float = 0.0) -> Tensor:
         """The inverse of `cut`; `fill` in rows of no segment."""
-        return self.back(tiles.permute(1, 0, 3, 2, 4, 5).flatten(1, 2).flatten(2, 3), fill)
+        return self.back(tiles.permute(0, 2, 4, 1, 3, 5).flatten(1, 2).flatten(2, 3), fill)
 
 
 class _Pairs:
@@ -151,6 +203,7 @@ class _Pairs:
         self.queries, self.keys = Leaves.of(tuple(q_segments), q.shape[1]), Leaves.of(tuple(k_segments), k.shape[1])
         self.spec, self.heads, self.dtype, self.device = spec, q.shape[2] // k.shape[2], state_dtype(q.dtype), q.device
         self.whole = (self.keys.rows < k.shape[1]).all(1).tolist()
+        self._memory = torch.empty(2, self.heads * WIDE * LEAF**2, dtype=self.dtype, device=self.device)
         self._masks: dict[tuple[int, int], Tensor] = {}
         of_documents: dict[int, dict[int, int]] = {}
         for j, (seq, leaf) in enumerate(self.keys.numbers):
@@ -160,9 +213,30 @@ class _Pairs:
         which ones begin there and are one product."""
 
     def tiles(self, batch: int, num_heads_kv: int) -> itertools.product:
-        """(leaf of queries, row, KV head) where something is seen."""
+        """(row, KV head, leaf of queries) where something is seen."""
         some = [i for i, of_leaf in enumerate(self.visible) if of_leaf]
-        return itertools.product(some, range(batch), range(num_heads_kv))
+        return itertools.product(range(batch), range(num_heads_kv), some)
+
+    def memory(self, n: int, columns: int) -> Tensor:
+        """[queries of a leaf, columns]: memory n, of two, for the pairs of a leaf of queries and some keys."""
+        rows = self.heads * LEAF
+        return self._memory[n, : rows * columns].view(rows, columns)
+
+    def logits(self, q: Tensor, k: Tensor, at: tuple[int, int, int], block: slice) -> tuple[Tensor, Tensor | None]:
+        """s_a of (1), [queries, keys], in memory 0, of a tile's scaled queries and some keys, and the slope of softcap,
+        None where it is off."""
+        s, slope = torch.mm(q, k.T, out=self.memory(0, len(k))), None
+        if self.spec.softcap:
+            s.div_(self.spec.softcap).tanh_()
+            slope = 1 - s**2
+            s.mul_(self.spec.softcap)
+        by_head = s.view(self.heads, LEAF, -1)
+        if self.spec.alibi_slopes is not None:
+            by_head += self._bias(at, block)
+        hidden = self._hidden(at[-1], block)
+        if hidden is not None:
+            by_head.masked_fill_(hidden, NEG_INF)
+        return s, slope
 
     def _visible(self, i: int, keys: dict[int, int]) -> dict[int, slice]:
         left, right, first = self.spec.left, self.spec.right, self.queries.numbers[i][1] * LEAF
@@ -183,27 +257,28 @@ class _Pairs:
         in_window &= spec.right is None or LEAF - 1 - apart <= spec.right
         return in_window and self.whole[j]
 
-    def mask(self, i: int, block: slice) -> Tensor | None:
+    def _hidden(self, i: int, block: slice) -> Tensor | None:
         """bool [LEAF, LEAF]; None: all pairs are visible."""
         j = block.start
         if self._sees_all(i, j):
             return None
         if (i, j) not in self._masks:
             seen = window_mask(self._positions(self.queries, i), self._positions(self.keys, j), self.spec)
-            self._masks[i, j] = seen & (self.keys.rows[j] < self.keys.num_rows).to(self.device)
+            self._masks[i, j] = ~(seen & (self.keys.rows[j] < self.keys.num_rows).to(self.device))
         return self._masks[i, j]
 
-    def bias(self, i: int, block: slice, row: int, head: int) -> Tensor | None:
-        """What ALiBi adds to logits, [1, heads, LEAF, LEAF]; None where it is off."""
-        if self.spec.alibi_slopes is None:
-            return None
+    def _bias(self, at: tuple[int, int, int], block: slice) -> Tensor:
+        """What ALiBi adds to logits, [heads, LEAF, LEAF]."""
+        row, head, i = at
         spec = self.spec.batch_row(row).heads_from(head * self.heads, self.heads)
-        return alibi_bias(spec, self._positions(self.queries, i), self._positions(self.keys, block.start), self.dtype)
+        positions = self._positions(self.queries, i), self._positions(self.keys, block.start)
+        return alibi_bias(spec, *positions, self.dtype)[0]
 
-    def dropout_weights(self, i: int, block: slice, row: int, head: int) -> Tensor | None:
-        """Dropout's factors of the values, [1, 1, heads, LEAF, LEAF]; None where it is off."""
+    def dropout_weights(self, at: tuple[int, int, int], block: slice) -> Tensor | None:
+        """Dropout's factors of the values, [heads * LEAF, LEAF]; None where it is off."""
         if self.spec.dropout is None:
             return None
+        row, head, i = at
         q_positions = self._positions(self.queries, i)
         return keep_weights(
             self.spec.heads_from(head * self.heads, self.heads).dropout,
@@ -213,7 +288,7 @@ class _Pairs:
             k_positions=self._positions(self.keys, block.start),
             q_sequences=torch.full_like(q_positions, self.queries.numbers[i][0] + row),
             dtype=self.dtype,
-        )[:, None]
+        )[0].flatten(0, 1)
 
     def _positions(self, leaves: Leaves, i: int) -> Tensor:
         first = leaves.numbers[i][1] * LEAF

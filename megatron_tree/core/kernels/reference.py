@@ -69,12 +69,12 @@ def _attend(
         return out, lse
     k, v = k.to(dtype), v.to(dtype)
     for rows in _strips(q.shape[1], spec):
-        s = with_mask(logits(q[:, rows].to(dtype), k, spec), keep_of(rows), bias_of(rows))
-        out[:, rows], lse[..., rows] = state_of(s, v, None if weights_of is None else weights_of(rows))
+        s = _with_mask(logits(q[:, rows].to(dtype), k, spec), keep_of(rows), bias_of(rows))
+        out[:, rows], lse[..., rows] = _state_of(s, v, None if weights_of is None else weights_of(rows))
     return out, lse
 
 
-def state_of(s: Tensor, v: Tensor, weights: Tensor | None = None) -> State:
+def _state_of(s: Tensor, v: Tensor, weights: Tensor | None = None) -> State:
     """(out [b, s_q, n * g, d_v], lse [b, n * g, s_q]) of logits s [b, n, g, s_q, s_k] and v [b, s_k, n, d_v]. weights:
     dropout's factors of the values."""
     m = s.amax(-1, keepdim=True)
@@ -102,13 +102,13 @@ def attn_bwd(
     for rows in _strips(q.shape[1], spec):
         of_rows = q[:, rows].to(dtype), k, v, dout[:, rows].to(dtype), lse[..., rows], delta[..., rows]
         weights = pairs.dropout_weights(rows) if spec.dropout else None
-        dq[:, rows], dk_i, dv_i = grads_of(*of_rows, spec, pairs.mask(rows), pairs.bias(rows), weights)
+        dq[:, rows], dk_i, dv_i = _grads_of(*of_rows, spec, pairs.mask(rows), pairs.bias(rows), weights)
         dk += dk_i
         dv += dv_i
     return dq, dk, dv
 
 
-def grads_of(
+def _grads_of(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -119,19 +119,15 @@ def grads_of(
     keep: Tensor | None,
     bias: Tensor | None,
     weights: Tensor | None,
-    *,
-    of_queries: bool = True,
-    of_keys: bool = True,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dq, dk and dv of a block, dense under the mask keep; tensors are in the dtype of states.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv of a strip of queries, dense under the mask keep; tensors are in the dtype of states.
 
-    weights: dropout's factors of the values, [b, n, g, s_q, s_k]. of_queries, of_keys: whether dq, and dk and dv, are
-    asked for.
+    weights: dropout's factors of the values, [b, n, g, s_q, s_k].
     """
-    group, dq, dk, dv = (k.shape[2], q.shape[2] // k.shape[2]), None, None, None
+    group = k.shape[2], q.shape[2] // k.shape[2]
     lse, delta = (x.unflatten(1, group).unsqueeze(-1).to(q.dtype) for x in (lse, delta))
     unmasked = logits(q, k, spec)
-    s = with_mask(unmasked, keep, bias)
+    s = _with_mask(unmasked, keep, bias)
     p = torch.exp(s - torch.where(lse == NEG_INF, -NEG_INF, lse))  # [b, n, g, q, k]
     dout, q = (x.unflatten(2, group) for x in (dout, q))
     dropped, dp = p, torch.einsum("bqngd,bknd->bngqk", dout, v)
@@ -141,11 +137,9 @@ def grads_of(
     if spec.softcap:
         ds = ds * (1 - (unmasked / spec.softcap) ** 2)
     ds = ds * spec.softmax_scale
-    if of_queries:
-        dq = torch.einsum("bngqk,bknd->bqngd", ds, k).flatten(2, 3)  # d2F/dq dzeta: (7)
-    if of_keys:
-        dk = torch.einsum("bngqk,bqngd->bknd", ds, q)  # d2F/dk dzeta: (7)
-        dv = torch.einsum("bngqk,bqngd->bknd", dropped, dout)  # d2F/dv dzeta: (5)
+    dq = torch.einsum("bngqk,bknd->bqngd", ds, k).flatten(2, 3)  # d2F/dq dzeta: (7)
+    dk = torch.einsum("bngqk,bqngd->bknd", ds, q)  # d2F/dk dzeta: (7)
+    dv = torch.einsum("bngqk,bqngd->bknd", dropped, dout)  # d2F/dv dzeta: (5)
     return dq, dk, dv
 
 
@@ -240,7 +234,7 @@ def logits(q: Tensor, k: Tensor, spec: AttnSpec) -> Tensor:
 
 
 def _hidden_(s: Tensor, keep: Tensor, bias: Tensor | None) -> Tensor:
-    """`with_mask` in place, under a mask [s_q, s_k] or [b, s_q, s_k]."""
+    """`_with_mask` in place, under a mask [s_q, s_k] or [b, s_q, s_k]."""
     if bias is not None:
         s += bias.unflatten(1, s.shape[1:3])
     hidden = ~(keep[:, None, None] if keep.dim() == 3 else keep)
@@ -251,7 +245,7 @@ def _hidden_(s: Tensor, keep: Tensor, bias: Tensor | None) -> Tensor:
     return s
 
 
-def with_mask(s: Tensor, keep: Tensor | None, bias: Tensor | None) -> Tensor:
+def _with_mask(s: Tensor, keep: Tensor | None, bias: Tensor | None) -> Tensor:
     """s_a of (1) from logits [b, n, g, s_q, s_k]: biased, and -inf for hidden pairs."""
     if bias is not None:
         s = s + bias.unflatten(1, s.shape[1:3])

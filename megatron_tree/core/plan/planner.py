@@ -59,6 +59,7 @@ def plan_training(
     head_chunks: int | None = None,
     memory_budget: int | None = None,
     deterministic: bool | str = False,
+    integers: bool = False,
 ) -> TrainingPlan:
     """The plan of one attention call and its gradient over `world` ranks; the options are those of `TreeConfig`.
 
@@ -73,6 +74,7 @@ def plan_training(
         mask: who sees which keys; with it the cast is a candidate, too. The schedule "cast" needs it.
         bytes_per_word: of the inputs' dtype; messages use the same dtype.
         topology, placement: the machine, and the group's ranks in it.
+        integers: whether deterministic="ranks" may add up gradients of keys over ranks (`Backend.adds_integers`).
         ulysses_size: None: any that divides the ranks, but 1 with a pinned grid, the ring, or `with_lse`.
 
     Raises: ValueError for a grid or head chunks that don't fit the call, and if no schedule fits the budget.
@@ -97,7 +99,7 @@ def plan_training(
     weigh = _Weigher(placed, shape, sizes, (grid, grid_backward or grid), head_chunks, memory_budget, mask, gathers)
     splits = weigh.head_placements(ulysses_size)
     if gathers:
-        grids_of, rings_of = [weigh.gather(heads) for heads in splits], []
+        grids_of, rings_of = [weigh.gather(heads, integers) for heads in splits], []
     else:
         grids_of = [weigh.grids(heads, schedule) for heads in splits]
         rings_of = [weigh.rings(heads, alone=schedule == "ring" or world == 1) for heads in splits]
@@ -167,17 +169,22 @@ class _Weigher:
             by_pass.append([choose_head_chunks(variants, self.budget) for variants in weighed])
         return by_pass
 
-    def gather(self, heads: tuple[int, int]) -> list[list[PassPlan]]:
-        """The gather of all rows by the ranks with the same heads, forward and backward."""
+    def gather(self, heads: tuple[int, int], integers: bool) -> list[list[PassPlan]]:
+        """The gather of all rows by the ranks with the same heads, forward and backward; backward also that of keys
+        alone, if their gradients may be added up as integers."""
         u = heads[0] * heads[1]
         split, cells, block = self._split(u), self.placed.world // u, self.placed.block
         for name, pinned in zip(("grid", "grid_backward"), self.pinned):
             if pinned is not None:
                 check_grid(pinned, cells, name, u)
         call = self.placed, self.sizes, Arrangement(heads, (1, cells), (1, block // heads[1]), block), split
-        options, chunks = dict(local_first=False, schedule="gather"), self._head_chunks(split)
-        weighed = ([grid_plan(*call, n, backward, **options) for n in chunks] for backward in (False, True))
-        return [[choose_head_chunks(variants, self.budget)] for variants in weighed]
+        names, chunks = ("gather", "integers") if integers and cells > 1 else ("gather",), self._head_chunks(split)
+
+        def weighed(name: str, backward: bool) -> PassPlan:
+            plans = [grid_plan(*call, n, backward, local_first=False, schedule=name) for n in chunks]
+            return choose_head_chunks(plans, self.budget)
+
+        return [[weighed("gather", False)], [weighed(name, True) for name in names]]
 
     def rings(self, heads: tuple[int, int], *, alone: bool) -> list[list[PassPlan]]:
         """The ring of the ranks with the same heads, forward and backward. alone: also a ring of one rank, which is

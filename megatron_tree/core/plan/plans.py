@@ -179,7 +179,7 @@ class PassPlan:
     """One forward or one backward."""
 
     schedule: str
-    """"grid", "cast", "ring" or "gather" (of `TreeConfig(deterministic="ranks")`)."""
+    """"grid", "cast", "ring", or of `TreeConfig(deterministic="ranks")` "gather" or, backward, "integers"."""
     arrangement: Arrangement
     """Who exchanges heads, and the grid of those that then hold the same heads. A ring of n ranks is a grid (1, n)."""
     head_chunks: int
@@ -210,6 +210,8 @@ class PassPlan:
             parts.append(f"cast among {rest}")
         elif self.schedule == "gather" and (rest > 1 or not parts):
             parts.append(f"rows gathered among {rest}")
+        elif self.schedule == "integers":
+            parts.append(f"keys gathered among {rest}, their gradients added up as integers")
         elif rest > 1 or not parts:
             inside = f" ({_by(self.inner)} inside a node)" if self.inner != (1, 1) else ""
             parts.append(f"grid {_by(self.grid)}{inside}")
@@ -269,7 +271,7 @@ def rival_names(plan: PassPlan | ReductionPlan) -> list[str]:
     (across, inside), (a, b) = plan.arrangement.heads, plan.grid
     if plan.schedule == "ring":
         return ["ring"] if across * inside == 1 else ["a2a+p2p"] if across == 1 and b > 1 else []
-    if plan.schedule in ("cast", "gather"):
+    if plan.schedule in ("cast", "gather", "integers"):
         return []
     if across * inside > 1:
         return ["Ulysses"] if a * b == 1 else []

@@ -155,8 +155,9 @@ def grid_plan(
 ) -> PassPlan:
     """One pass on an arrangement, pipelined over head chunks.
 
-    local_first: whether the local queries meet the local keys while the first chunk is gathered. schedule: "gather", on
-    a grid of one row: in the backward the key team gathers queries, too, and nothing is reduced.
+    local_first: whether the local queries meet the local keys while the first chunk is gathered. On a grid of one row,
+    schedule may be "gather": in the backward the key team gathers queries, too, and nothing is reduced; or "integers":
+    gradients of keys are reduced in int64.
     """
     u, (a, b) = arrangement.u, arrangement.grid
     sizes = sizes.split(split) if u > 1 else sizes
@@ -165,12 +166,15 @@ def grid_plan(
     probes, steps = [], 0
     compute = sizes.seconds(placed.topology, backward)
     buffers = _grid_buffers(sizes, arrangement.grid, chunks, backward)
-    if schedule == "gather":
-        along, back = along + down * backward, 0
-        compute *= (7 - 2 / b) / 5 if backward else 1  # three products for dq, four for dk and dv, both together five
+    if schedule in ("gather", "integers"):
         leaves = b * sizes.kv + sizes.q + 2 * sizes.o  # copies in fp32, and results twice
-        if backward:
-            leaves = b * (3 * (sizes.q + sizes.kv) + sizes.o)
+        if schedule == "integers":
+            back *= 2 * sizes.widening
+            leaves = b * 7 * sizes.kv + 3 * sizes.q + sizes.o
+        elif backward:
+            along, back = along + down, 0
+            compute *= (7 - 2 / b) / 5  # three products for dq, four for dk and dv, both together five
+            leaves = b * (3 * sizes.q + 5 * sizes.kv + sizes.o)
         buffers = (b * min(chunks, 2) * along * (b > 1) + leaves * sizes.widening) / chunks
     local_s = compute / (a * b) if local_first else 0.0
     rest_s = (compute - local_s + _copying(placed, sizes, arrangement.grid, backward, local_first)) / chunks

@@ -19,7 +19,8 @@ from ...core.attention.tuning import REPEATED
 from ...core.config import TreeConfig
 from ...core.duals import dual
 from ...core.kernels import reference
-from ...core.layout import Segment, shard_positions, shard_segments
+from ...core.kernels.leaves import are_whole
+from ...core.layout import Segment, Sharding, shard_positions, shard_segments
 from ...core.plan import Shape, Topology, TrainingPlan, place, plan_training
 from ...core.plan.plans import DUAL_PRODUCTS
 from ...core.spec import AttnSpec
@@ -295,4 +296,6 @@ def _plan(case: Case, topology: Topology, contender: str, **derivatives: bool) -
     call = dict(batch=1, seq_len=case.seq_len, bytes_per_word=DTYPES[case.dtype].itemsize)
     where = dict(topology=topology, placement=place(topology, case.machines.hosts))
     pins = TRAINING[contender](case.machines)
+    if pins.get("deterministic") == "ranks":
+        pins["integers"] = are_whole(Sharding(seq_len=case.seq_len, world=case.machines.ranks, layout="zigzag"))
     return plan_training(case.machines.ranks, shape, **call, **where, **derivatives, **pins)
