@@ -29,12 +29,8 @@ from ...compiled import NotCompiled, compiled
 from ...errors import CommError
 from ...kernels import merge_packed
 from ...log import say_once
-<<<<<<< HEAD
-from ..agreement import Refused, unanimous
-=======
 from ...tape import launch
-from ..agreement import gather
->>>>>>> wtok
+from ..agreement import Refused, unanimous
 from ..watchdog import Watchdog
 from ..work import note, recorders
 
