@@ -290,7 +290,8 @@ class GraphedSteps:
             pool = torch.cuda.graph_pool_handle()  # memory that the graphs share: one of them runs at a time
             capture = functools.partial(CudaGraph, pool=pool, stream=torch.cuda.Stream(runner.device))
         self._runner, self._store, self._capture = runner, runner.store, capture
-        self._capacities = Capacities(runner.store, cut_by_length=not runner.config.deterministic)
+        on_gpus = option == "cuda_graphs"  # on a CPU the kernel shares out a table's slots
+        self._capacities = Capacities(runner.store, cut_by_length=on_gpus and not runner.config.deterministic)
         self._steps: OrderedDict[Capacity, _Step] = OrderedDict()
         self._is_static, self._resets = False, runner.store.resets
 
