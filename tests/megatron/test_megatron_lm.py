@@ -147,7 +147,7 @@ def test_wrong_calls(arguments, message, tmp_path):
     for folder in ("empty", "core/megatron/core", "whole/megatron/core", "whole/megatron/training"):
         (tmp_path / folder).mkdir(parents=True)
     done = launch(*arguments, cwd=tmp_path)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert message in done.stderr
 
 

@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ....core.attention.selection import Blocks, tokens_after_blocks, tokens_of_blocks, tree_select_func
+from ....core.attention.selection import Blocks, tokens_after_blocks, tokens_of_blocks
 from ....core.cache.attention import Index, Selection
 from ....core.layout import positions_of
 from ..infer.model_runs import last_update
 from ..train.batch_shards import SequenceShard, current_shard
-from .compressed import LayerRun
+from .compressed import ShardRun
 from .modeling import INSTEAD, check_read, modeling_file
 
 READ = {
@@ -107,7 +107,7 @@ def _select(module, shard: SequenceShard | None, cache, hidden_states: Tensor, q
     blocks = Blocks(size, lambda tokens, _: _pooled(module, tokens))
     index = Index(q, weights, module.softmax_scale, module.index_topk // size, blocks)
     if cache is None:
-        return _select_of_shard(index, rows, LayerRun.of(shard, rows.shape[1]))
+        return _select_of_shard(index, rows, ShardRun.of(shard, rows.shape[1]))
     if (update := last_update.get()) is None or shard is not None:
         raise ValueError("layers with an index need a TreeCache, or neither a cache nor use_cache=True")
     slot, config = update.cache.slot_of[update.layer_idx], update.cache.tree_config
@@ -121,16 +121,13 @@ def _pooled(module: nn.Module, tokens: Tensor) -> Tensor:
     return (weights.to(keys.dtype) * keys).sum(2)
 
 
-def _select_of_shard(index: Index, rows: Tensor, run: LayerRun) -> Tensor:
+def _select_of_shard(index: Index, rows: Tensor, run: ShardRun) -> Tensor:
     """int32 [b, s_local, m]: positions of the tokens that queries see, of this rank's keys and gates [b, s_local, 2 d].
     Collective."""
     run.size = size = index.block_size
     pools = index.q.new_empty(*index.q.shape[:2], 0)
-    if max(run.layout.lengths, default=0) >= size:
-        keys = index.blocks.key(run.tokens_of_blocks(rows, size)[0], None)
-        keys = F.pad(keys, (0, 0, 0, run.layout.blocks(size).num_rows - keys.shape[1])).float()
-        where = {"layout": run.layout, "block_size": size, **run.options}
-        pools = tree_select_func(index.q, index.weights, keys, **index.options, **where)
+    if run.num_blocks:
+        pools = run.select(index, index.blocks.key(run.tokens_of_blocks(rows, size, 0)[0], None))
     own = positions_of(run.segments, rows.shape[1], device=rows.device)
     after = tokens_after_blocks(own, size).expand(len(rows), -1, -1)
     return torch.cat((tokens_of_blocks(pools.long(), size), after), -1).to(torch.int32)
