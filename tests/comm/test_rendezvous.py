@@ -29,7 +29,7 @@ def _start(rank, world, port, missing, address):
     said, handler = [], logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logger.addHandler(handler)
-    rendezvous.NOTICE_S, began = 0.5, time.monotonic()
+    rendezvous.NOTICE_S, began = LIMIT_S / 2, time.monotonic()
     try:
         with environment({"MASTER_ADDR": address, "MASTER_PORT": port}), pytest.raises(CommError) as caught:
             rendezvous.start_default_group("gloo", timeout_s=LIMIT_S)
