@@ -71,7 +71,7 @@ def test_attention_to_blocks_beside_a_window(world, selects):
                 selected = forward.select(BLOCKS, x["index_k"][of_row, number][None], index)
             q, beside = x["q"][row, positions], None
             if forward.end >= SIZE:
-                beside = forward.state_of(BLOCKS, q, selected=selected)
+                beside = forward.attend(BLOCKS, q, selected=selected, return_lse=True)
             options = {"window_size": (WINDOW - 1, 0), "sinks": x["sinks"]}
             out = forward.attend(TOKENS, q, beside=beside, **options)
         for i, (number, own) in enumerate(zip(which, positions)):

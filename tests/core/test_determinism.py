@@ -138,7 +138,8 @@ def test_merges_do_not_depend_on_where_a_row_stands(num_states):
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_splits_of_triton_do_not_depend_on_the_batch(paged):
-    """With deterministic=True the bits of a row stay. Two splits of SPLIT_KEYS, the second one ragged."""
+    """Without deterministic=True, and without lengths by which each row is cut, they do: the bits of a row change. Two
+    splits of SPLIT_KEYS, the second one ragged."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     n = SPLIT_KEYS + 128
     q, k, v = (x.to(device) for x in decode_inputs(4, 1, n, heads=(2, 1), d=16, d_v=16, dtype=torch.float32))
@@ -150,16 +151,18 @@ def test_splits_of_triton_do_not_depend_on_the_batch(paged):
         call = dict(spec=AttnSpec(softmax_scale=0.25, deterministic=deterministic), backend="triton")
         found = []
         for i, wide in ((slice(0, 4), pages), (slice(0, 1), pages), (slice(1, 2), 5)):  # row 1: a table of its length
-            cache = KVCache(k[i], v[i], lengths=lengths[i])
+            of_rows = lengths[i] if deterministic else None
+            cache = KVCache(k[i], v[i], lengths=of_rows)
             if paged:
                 of_pages = [x.flatten(0, 1).unflatten(0, (-1, 64)) for x in (k, v)]
-                cache = KVCache(*of_pages, lengths=lengths[i], block_table=table[i, :wide].contiguous())
+                cache = KVCache(*of_pages, lengths=of_rows, block_table=table[i, :wide].contiguous())
             found.append(kernels.attn_decode(q[i], cache, **call))
         return found
 
     together, first, second = states(True)
     assert torch.equal(together[:1], first) and torch.equal(together[1:2], second)
     together, first, _ = states(False)
+    assert not torch.equal(together[:1], first)
     assert_near(together[:1], first, n)
 
 

@@ -302,11 +302,16 @@ def check_engine(whole, folder, shares, more=()):
         result = generate(engine, ids, max_new_tokens=3, keep_logits=True)
         assert_logits(torch.stack(result.logits, 1), want[1], type(source).__name__)
         assert torch.equal(result.tokens, want[0])
+    check_saved_rows(engine, ids, want, folder / "rows")
+
+
+def check_saved_rows(engine, ids, want, folder):
+    """A row that is saved and loaded goes on as the plain model, of which want has tokens and logits."""
     cache, options = engine.new_cache(), {"fingerprint": "of this model"}
     with torch.no_grad():
         engine.module(ids, past_key_values=cache)
-    cache.save(folder / "rows", [ids[0]], **options)
+    cache.save(folder, [ids[0]], **options)
     again = engine.new_cache()
-    assert torch.equal(again.load(folder / "rows", **options)[0], ids[0])
+    assert torch.equal(again.load(folder, **options)[0], ids[0])
     runner = tree_hf.Runner(engine.module, again, token_group=dist.group.WORLD)
     assert_logits(runner.step(again.rows, want[0][:, :1])[0, 0], want[1][0, 1], "loaded")

@@ -78,13 +78,13 @@ def _model_alone(layers):
     return lambda: model(input_ids=TOKEN, past_key_values=cache)
 
 
-@pytest.mark.parametrize(("make_step", "of_layer", "of_step"), [(_runner, 29, 173), (_model_alone, 32, 172)])
+@pytest.mark.parametrize(("make_step", "of_layer", "of_step"), [(_runner, 26, 173), (_model_alone, 30, 172)])
 def test_one_rank(make_step, of_layer, of_step):
     found = _of_layer_and_step(make_step)
     assert found[0] <= of_layer and found[1] <= of_step, found
 
 
-@pytest.mark.parametrize(("weights", "of_layer", "of_step"), [("replicated", 49, 165), ("sharded", 68, 212)])
+@pytest.mark.parametrize(("weights", "of_layer", "of_step"), [("replicated", 46, 165), ("sharded", 68, 212)])
 @on_ranks(2)
 def test_two_ranks(weights, of_layer, of_step):
     found = _of_layer_and_step(lambda layers: _runner(layers, dist.group.WORLD, weights))

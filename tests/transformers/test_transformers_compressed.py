@@ -10,9 +10,9 @@ from megatron_tree import prefix_tree
 from megatron_tree.integrations.transformers.families import compressed
 from megatron_tree.integrations.transformers.infer.engine import share_model
 from megatron_tree.integrations.transformers.infer.weight_layout import plan_layout
-from support.hf_architectures import assert_logits, random_model
+from support.hf_architectures import random_model
 from support.hf_models import hf_generate, left_padded, plain, prompt
-from support.hf_served import begin_rows, check_no_cache, check_prompts, check_served, check_sharded
+from support.hf_served import begin_rows, check_no_cache, check_prompts, check_saved_rows, check_served, check_sharded
 from support.hf_training import check_trained_batches
 from support.ranks import on_ranks
 
@@ -63,14 +63,7 @@ def test_weights_over_all_ranks(world, tmp_path):
         save_file(weights, folder / "model.safetensors", {"format": "pt"})
     dist.barrier()
     engine = share_model(folder, weights="sharded", page_size=4)
-    cache, options = engine.new_cache(), {"fingerprint": "of this model"}
-    with torch.no_grad():
-        engine.module(ids, past_key_values=cache)
-    cache.save(tmp_path / "rows", [ids[0]], **options)
-    again = engine.new_cache()
-    assert torch.equal(again.load(tmp_path / "rows", **options)[0], ids[0])
-    runner = tree_hf.Runner(engine.module, again, token_group=dist.group.WORLD)
-    assert_logits(runner.step(again.rows, want[0][:, :1])[0, 0], want[1][0, 1], "loaded")
+    check_saved_rows(engine, ids, want, tmp_path / "rows")
 
 
 def test_groups_of_heads_that_ranks_do_not_divide_are_refused():

@@ -40,7 +40,7 @@ class GatherForward(Stages):
         self.state = cell.attend(self.q, kv, cell.queries.local, cell.keys.arriving, self.chunk.spec)
 
 
-class GatherBackward(Stages):
+class _Backward(Stages):
     """The backward of a head chunk: `grads` of this rank's rows, from the global lse and delta [b, h, s], and `dsinks`
     [heads]: of all queries on the first rank, 0 on the others."""
 
@@ -52,6 +52,10 @@ class GatherBackward(Stages):
         self.sinks = None if sinks is None else sinks[chunk.queries]
         self.grads: Grads | None = None
         self.dsinks: Tensor | None = None
+
+
+class GatherBackward(_Backward):
+    """With the queries of all ranks."""
 
     def gather(self) -> None:
         q, k, v, lse = self.residuals
@@ -74,17 +78,8 @@ class GatherBackward(Stages):
         self.arrived = None
 
 
-class IntegersBackward(Stages):
-    """The same of a head chunk where gradients of keys are added up as integers."""
-
-    def __init__(
-        self, cell: Cell, chunk: HeadChunk, dout: Tensor, residuals: Residuals, delta: Tensor, sinks: Tensor | None
-    ):
-        self.cell, self.chunk, self.residuals = cell, chunk, residuals.part(chunk)
-        self.dout, self.delta = dout[:, :, chunk.queries], delta[:, chunk.queries]
-        self.sinks = None if sinks is None else sinks[chunk.queries]
-        self.grads: Grads | None = None
-        self.dsinks: Tensor | None = None
+class IntegersBackward(_Backward):
+    """With gradients of keys that are added up as integers."""
 
     def gather(self) -> None:
         q, k, v, lse = self.residuals

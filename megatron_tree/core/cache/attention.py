@@ -72,7 +72,9 @@ class StepAttention:
                 f"attention_mask {list(visible.shape)} must cover all {forward.end} slots: "
                 f"{forward.append.first[0]} in the cache and {num_queries} new ones"
             )
-        k, v, head_dim_v, projection = pages.k, pages.v, pages.head_dim_v, None
+        k, v, head_dim_v, projection = pages.k, pages.v, None, None
+        if v is None and latent is None:
+            head_dim_v = pages.head_dim_v
         if latent is not None:
             # most of the keys are new: as many are made as there are queries
             expands = self._head_shares is None and forward.end <= 2 * num_queries

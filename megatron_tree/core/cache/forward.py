@@ -172,24 +172,7 @@ class ForwardPass:
         shares = shares or [[(self.append.first[0], local)]]
         return self._prefill.select(layer, view, index, shares=shares, config=config)
 
-    def attend(self, layer: int, q: Tensor, *, beside: State | None = None, **options) -> Tensor:
-        """Attend to all that the ranks hold of the rows, the new tokens among it. Collective over cp_group.
-
-        Args:
-            q: [b, n, h, d]: the new tokens of each row, or this rank's share of them, see `write`. With head_shares
-                of this rank's heads; so are the result, sinks and latent.
-            beside: the state of other keys that these queries see, which is merged into the result.
-            options: of `state_of`.
-        Returns: [b, n, h, d_v] in q's dtype.
-        Raises: as `state_of`.
-        """
-        state = self.state_of(layer, q, **options)
-        out = state[0] if beside is None else merged(state, beside)
-        if self._progress is not None:
-            self._progress(len(self.written), len(self.store.layers))
-        return out if self.packed is None else self.packed.pack(out)
-
-    def state_of(
+    def attend(
         self,
         layer: int,
         q: Tensor,
@@ -197,20 +180,26 @@ class ForwardPass:
         latent: LatentHeads | None = None,
         selected: Selection | None = None,
         visible: Tensor | None = None,
+        beside: State | None = None,
+        return_lse: bool = False,
         config: TreeConfig | None = None,
         **options,
-    ) -> State:
-        """The result of `attend` before it is merged and packed: out [b, n, h, d_v] in q's dtype, and lse [b, h, n], or
-        None in a sharded prefill with several head groups.
+    ) -> Tensor | State:
+        """Attend to all that the ranks hold of the rows, the new tokens among it. Collective over cp_group.
 
         Args:
+            q: [b, n, h, d]: the new tokens of each row, or this rank's share of them, see `write`. With head_shares
+                of this rank's heads; so are the result, sinks and latent.
             latent: how these heads read the cache, where it holds latents; with q of all heads how all of them do.
             selected: the keys that queries see, if not all.
             visible: bool [b, tokens], tokens of a row up to the end of this pass: False hides one (padding). All rows
                 have the same length then.
+            beside: the state of other keys that these queries see, which is merged into the result.
             config: see `tree_decode`. options: softmax_scale, window_size, softcap, sinks, alibi_slopes of all
                 heads of cp_group, and attention_chunk_size: a query sees its own chunk of so many tokens only, counted
                 from the first visible one.
+        Returns: [b, n, h, d_v] in q's dtype. With return_lse the state to pass as `beside` to another layer's call, not
+            packed: also lse [b, h, n], or None in a sharded prefill with several head groups.
         Raises: ValueError as `tree_decode`, and for `visible` of another size or in a sharded prefill.
         """
         config = config or self._default_config
@@ -225,15 +214,22 @@ class ForwardPass:
         if selected is not None and (self.shares is not None or is_prefill):
             options["selected"] = selected.keys
         if self.shares is not None:
-            return self._attend_share(layer, q, latent, visible, config, **options)
-        if is_prefill:
+            state = self._attend_share(layer, q, latent, visible, config, **options)
+        elif is_prefill:
             view, shares = self.views[self.store.kind_of[layer]], [[(self.append.first[0], q.shape[1])]]
             num_heads = q.shape[2] if self.head_shares is None else sum(self.head_shares)
             options |= {} if self.head_shares is None else {"head_shares": self.head_shares}
-            return self._prefill.attend(layer, view, q, latent, num_heads, shares=shares, config=config, **options)
-        if selected is not None:
-            return self._step.attend_selected(self, layer, q, selected, latent, config, **options)
-        return self._step.attend(self, layer, q, latent, visible, config, **options)
+            state = self._prefill.attend(layer, view, q, latent, num_heads, shares=shares, config=config, **options)
+        elif selected is not None:
+            state = self._step.attend_selected(self, layer, q, selected, latent, config, **options)
+        else:
+            state = self._step.attend(self, layer, q, latent, visible, config, **options)
+        if return_lse:
+            return state
+        out = state[0] if beside is None else merged(state, beside)
+        if self._progress is not None:
+            self._progress(len(self.written), len(self.store.layers))
+        return out if self.packed is None else self.packed.pack(out)
 
     def _attend_share(
         self, layer: int, q: Tensor, latent, visible, config: TreeConfig, *, sinks: Tensor | None = None, **options

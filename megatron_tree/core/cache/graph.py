@@ -200,8 +200,7 @@ def check_cuda_graphs(*, device_type: str, schedule: str, config: TreeConfig) ->
         reason = f"backend={config.backend!r} reads lengths on the host; choose 'triton' or 'auto'"
     elif config.deterministic == "ranks":
         reason = "deterministic='ranks' reads lengths on the host; choose True"
-    if reason is not None:
-        raise ValueError(f"cuda_graphs=True can't be had: {reason}; or leave cuda_graphs out")
+    _refuse("cuda_graphs", reason)
 
 
 def check_runner(runner) -> None:
@@ -215,8 +214,7 @@ def check_runner(runner) -> None:
         reason = f"collectives of {others[0]} can't be captured, only nccl's"
     elif pages.latent and not pages.joined:
         reason = "latents in 8 bits are put together on the host; choose another dtype of the cache"
-    if reason is not None:
-        raise ValueError(f"cuda_graphs=True can't be had: {reason}; or leave cuda_graphs out")
+    _refuse("cuda_graphs", reason)
     if groups and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
         warn_once(
             "cuda_graphs=True: a rank whose cache has grown captures alone, and NCCL may let it wait for the others "
@@ -237,8 +235,12 @@ def check_tapes(runner) -> None:
         reason = "deterministic='ranks' reads lengths; choose True"
     elif pages.latent and not pages.joined:
         reason = "latents in 8 bits are put together anew in every step; choose another dtype of the cache"
+    _refuse("record_steps", reason)
+
+
+def _refuse(option: str, reason: str | None) -> None:
     if reason is not None:
-        raise ValueError(f"record_steps=True can't be had: {reason}; or leave record_steps out")
+        raise ValueError(f"{option}=True can't be had: {reason}; or leave {option} out")
 
 
 class CudaGraph:

@@ -83,8 +83,10 @@ class RowRunner:
         self.ranks, self.token_ranks = (Ranks.of(x, device, self.config) for x in (self.cp_group, self.token_group))
         self._book = store.book
         self._graphs: GraphedSteps | None = None
-        for option in ["cuda_graphs"] * cuda_graphs + ["record_steps"] * record_steps:
-            self._graphs = GraphedSteps(self, option=option)
+        if cuda_graphs:
+            self._graphs = GraphedSteps(self)
+        if record_steps:
+            self._graphs = GraphedSteps(self, option="record_steps")
 
     @property
     def has_states(self) -> bool:

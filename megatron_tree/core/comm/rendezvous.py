@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import CommError
+from ..errors import CommError, name_ranks
 from ..log import logger, say_once
 from .store import POLL_S, POLLS_PER_S
 from .team import options_of_group
@@ -61,7 +61,7 @@ def start_default_group(backend: str, *, timeout_s: float, **options: Any) -> No
     except dist.DistNetworkError as error:
         raise CommError(f"rank {rank} does not reach the job's store at {place}: {error}") from error
     if missing:
-        raise CommError(f"{_named(missing)} of {world} did not start at {place} within {timeout_s:g} s", missing)
+        raise CommError(f"{name_ranks(missing)} of {world} did not start at {place} within {timeout_s:g} s", missing)
     if backend == "nccl":
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # see cache/graph.py
     options.setdefault("pg_options", options_of_group(backend, limit))
@@ -102,14 +102,10 @@ def _missing(store: dist.Store, rank: int, world: int, place: str, timeout_s: fl
             missing = tuple(r for r in range(world) if not store.check([f"{key}/{r}"]))
             if time.monotonic() > end:
                 return missing
-            logger.warning("rank %d waits for %s of %d to start, at %s", rank, _named(missing), world, place)
+            logger.warning("rank %d waits for %s of %d to start, at %s", rank, name_ranks(missing), world, place)
             notice = end
         time.sleep(max(POLL_S, world / POLLS_PER_S))
     return ()
-
-
-def _named(ranks: tuple[int, ...]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
 
 
 def host_store() -> dist.TCPStore:

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..errors import CommError
+from ..errors import CommError, name_ranks
 from ..log import logger
 from .group import Call, GroupState, region, wait_limit
 from .store import POLL_S, Farewell, StoreClient, set_first
@@ -379,12 +379,8 @@ def _reason(error: Exception) -> str:
     return re.sub(r"^\[\S+\.cc:\d+\] |\. This is typically caused by .*", "", str(error), flags=re.DOTALL)
 
 
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {list(ranks)}"
-
-
 def _ended(ranks: Sequence[int], how: str) -> str:
-    return f"{_named(ranks)} ended {'its program' if len(ranks) == 1 else 'their programs'} ({how})"
+    return f"{name_ranks(ranks)} ended {'its program' if len(ranks) == 1 else 'their programs'} ({how})"
 
 
 def _conclusion(reports: list[Report], silent: list[int], how: str) -> tuple[bool, list[int], str]:
@@ -398,7 +394,7 @@ def _conclusion(reports: list[Report], silent: list[int], how: str) -> tuple[boo
     what = (waited or reports)[0].what
     if not silent:
         return False, [], f"all ranks respond, but they wait for one another in different operations: {what}"
-    who = _named(silent)
+    who = name_ranks(silent)
     # concluded in a smaller group, and now once more in the whole job
     if what.startswith((f"{who} did not respond", f"{who} ended")):
         return False, silent, what

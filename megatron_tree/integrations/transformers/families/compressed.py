@@ -309,4 +309,4 @@ def state_of_blocks(q: Tensor, options: dict) -> State | None:
     if not run.size or not run.num_blocks:
         return None
     of_call = {"softmax_scale": options["softmax_scale"], "config": run.options["config"]}
-    return run.forward.state_of(run.slot, q, selected=run.selected, **of_call)
+    return run.forward.attend(run.slot, q, selected=run.selected, return_lse=True, **of_call)
