@@ -131,9 +131,10 @@ def _fastest(candidates: tuple[Plan, ...], run: Run, ranks: comm.Ranks) -> Plan:
             seconds = slowest()
     plan = _choice(candidates, seconds)
     if ranks.rank == 0:
-        for candidate, of_passes in zip(candidates, seconds):
+        for i, (candidate, of_passes) in enumerate(zip(candidates, seconds)):
             for (name, of_pass), taken in zip(_named_passes(candidate), of_passes):
-                say_once(f"a layer's {name}, measured: {format_seconds(taken)} by {of_pass}")
+                text = f"a layer's {name}, measured: {format_seconds(taken)} by {of_pass}"
+                say_once(text, about=f"measured {i} {name} {seconds}")
         for name, of_pass in _named_passes(plan)[: len(seconds[0])]:
             say_once(f"from now on {name} by {of_pass}", about=f"from now on {name} {seconds}")
     return plan
