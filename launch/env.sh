@@ -60,6 +60,7 @@ use_environment() {
     [ -x "$venv/bin/python" ] || die "no Python environment at $venv: run 'bash launch/setup.sh' first"
     export VIRTUAL_ENV="$venv" PATH="$venv/bin:$PATH"
     unset PYTHONHOME
+    unset PYTHONDONTWRITEBYTECODE # pip leaves bytecode to the first import: without it each process would compile torch anew
 }
 
 # What Python runs: a command of megatron-tree, or a script. Sets MODULE to the options that the first one needs.
