@@ -373,6 +373,7 @@ def _worker(connection, trace_path):
                     dist.destroy_process_group()
                 _agents.clear()
                 gc.collect()  # a gloo group that is left in a cycle has a thread that wakes up 100 times a second
+                gc.freeze()  # what is left, modules for the most part, is not looked at again
                 continue
             try:
                 reply = pickle.dumps((True, _run_job(*job)))
