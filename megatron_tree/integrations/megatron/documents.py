@@ -189,7 +189,9 @@ def _dispatch_tree(
             "takes none of these"
         )
     layout = dispatch_prefix_tree(tree, group, multiple_of=multiple_of)
-    labels = tree.labels.clamp(min=0)  # -100 has weight 0
+    labels = torch.zeros_like(tree.input_ids)  # also where they have weight 0: tokens before may predict them, too
+    followed = tree.row_index[:, 1:] >= 0
+    labels[:, tree.row_index[:, :-1][followed]] = tree.input_ids[:, tree.row_index[:, 1:][followed]]
     tensors = dict(tokens=tree.input_ids, labels=labels, loss_mask=tree.weights, position_ids=tree.position_ids)
     share = {name: shard_sequence(x, group, 1, layout) for name, x in tensors.items()}
     packed = TreePackedSeqParams.of(layout, share["position_ids"][0], labels.device, group)
@@ -241,12 +243,25 @@ def _refuse(module: Any, packed: TreePackedSeqParams | None = None) -> None:
         )
 
 
+def _check_predicted(model: Any, tree: PrefixTree, labels: Any, loss_mask: Any) -> None:
+    """Raise a ValueError where multi-token prediction would miss its labels or their weights in a tree."""
+    number = getattr(getattr(model, "config", None), "mtp_num_layers", None) or 0
+    if tree.num_predicted <= number:
+        raise ValueError(
+            f"mtp_num_layers={number}, and a prefix_tree with num_predicted={tree.num_predicted}: rows would share "
+            f"tokens after which they part too soon. Call prefix_tree(rows, num_predicted={1 + number})"
+        )
+    if number and labels is not None and not (isinstance(loss_mask, Tensor) and loss_mask.is_floating_point()):
+        raise ValueError(
+            f"mtp_num_layers={number}, and a prefix_tree whose loss_mask the model has not got as floating-point "
+            "numbers: pass loss_mask=batch['loss_mask'], the weights of the labels, to the model"
+        )
+
+
 def _refuse_tree(model: Any) -> None:
-    reason, refused, number = None, model, getattr(getattr(model, "config", None), "mtp_num_layers", None)
+    reason, refused = None, model
     if getattr(model, "position_embedding_type", None) == "mrope":
         reason = "multimodal positions (position_embedding_type='mrope')"
-    elif number:
-        reason = f"mtp_num_layers={number}, which predict tokens after rows have parted"
     elif indexed := next((module for module in model.modules() if hasattr(module, "indexer")), None):
         reason, refused = "an index, whose loss is of whole rows", indexed
     if reason:
@@ -257,8 +272,9 @@ def _refuse_tree(model: Any) -> None:
 
 
 class _RollByLayout:
-    """Megatron's `roll_tensor`, by which tokens and labels move forward for multi-token prediction; of a batch with a
-    layout by that."""
+    """Megatron's `roll_tensor`, by which tokens, labels and loss mask move forward for multi-token prediction; of a
+    batch with a layout by that. Where rows of a prefix tree part, the tokens after a shared one are the same, and its
+    weight is the sum of theirs."""
 
     def __init__(self, roll_tensor: Any):
         self._roll_tensor = roll_tensor
@@ -268,7 +284,8 @@ class _RollByLayout:
         if not isinstance(packed, TreePackedSeqParams):
             return self._roll_tensor(tensor, *args, **kwargs)
         group = compat.group_of_batch(packed, kwargs.get("cp_group"))
-        rolled = tree_shift(tensor.flatten(0, -2), cp_group=group, layout=packed.layout).view_as(tensor)
+        options = dict(cp_group=group, layout=packed.layout, sums=tensor.is_floating_point())
+        rolled = tree_shift(tensor.flatten(0, -2), **options).view_as(tensor)
         return rolled, rolled.sum()
 
 
@@ -317,6 +334,8 @@ def _tell_embedding(module: Any) -> None:
         _refuse(module, packed)
         if packed.prefix_tree is not None:
             _refuse_tree(module)
+            given = (call.arguments.get(name) for name in ("labels", "loss_mask"))
+            _check_predicted(module, packed.prefix_tree, *given)
         packed.embedded = True
         packed.show_to(compat.context_parallel_group(module))
         call.arguments["packed_seq_params"] = packed
