@@ -112,7 +112,7 @@ class Target(NamedTuple):
 
     def of(self, row: int, strip: Segment, later: Tensor) -> tuple[Tensor, Tensor]:
         """t and whether it counts, [n, keys] both, of a strip of queries of a row; later: keys after the query."""
-        at, (k, _) = slice(strip.row, strip.row + strip.length), self.keys.before(strip)
+        at, (k, *_) = slice(strip.row, strip.row + strip.length), self.keys.before(strip)
         hidden = later
         if self.selected is not None:
             chosen, count = self.selected[row, at].long(), later.shape[1]
@@ -147,8 +147,7 @@ class Index(NamedTuple):
         dq, dweights = (torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (q, weights))
         dk = torch.zeros((len(q), len(self.keys.source), q.shape[-1]), device=q.device)
         for strip in strips(queries):
-            at, (k, numbers) = slice(strip.row, strip.row + strip.length), self.keys.before(strip)
-            later = numbers > torch.arange(strip.pos, strip.pos + strip.length, device=q.device)[:, None]
+            at, (k, _, later) = slice(strip.row, strip.row + strip.length), self.keys.before(strip)
             for row in range(len(q)):
                 of_row = q[row, at], weights[row, at], k[row], self.scale
                 terms, dscores = self._compare(index_scores(*of_row), *target.of(row, strip, later))

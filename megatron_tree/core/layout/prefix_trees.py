@@ -108,7 +108,12 @@ class PrefixTree:
 
 @checked
 def prefix_tree(
-    rows: Sequence | Tensor, *, weights: Sequence | Tensor | None = None, min_shared: int = 1, num_predicted: int = 1
+    rows: Sequence | Tensor,
+    *,
+    weights: Sequence | Tensor | None = None,
+    min_shared: int = 1,
+    num_predicted: int = 1,
+    block_size: int = 1,
 ) -> PrefixTree:
     """Pack rows so that the prefixes that they share are computed once. No communication.
 
@@ -122,15 +127,18 @@ def prefix_tree(
             place costs slices of the mask. Prefixes of at least so many tokens are shared.
         num_predicted: how many tokens the model predicts of each: 1, and one more for each layer of multi-token
             prediction. Before they part, rows have so many tokens each for itself.
+        block_size: tokens of the model's blocks, or a common multiple. Rows part between blocks of so many tokens, so
+            that every block is of one row, or shared: each row has the tokens of the block in which it parts.
     Returns: the tree, on the CPU; `to(device)` moves it.
     Raises: ValueError for no rows, empty ones, ids that are no integers, and weights of other lengths.
     """
     check_positive("min_shared", min_shared)
     check_positive("num_predicted", num_predicted)
+    check_positive("block_size", block_size)
     ids = [_ids(i, row) for i, row in enumerate(rows)]
     if not ids:
         raise ValueError("rows has no row: pass at least one")
-    branches, row_index = _placed(ids, min_shared, num_predicted)
+    branches, row_index = _placed(ids, min_shared, num_predicted, block_size)
     lengths = torch.tensor([len(row) for row in ids])
     at, longest = torch.arange(row_index.shape[1]), row_index.shape[1]
     tokens = torch.zeros(len(ids), longest, dtype=torch.int64)
@@ -153,14 +161,17 @@ def prefix_tree(
     return PrefixTree(**tensors, branches=branches, num_predicted=num_predicted)
 
 
-def _placed(rows: list[list[int]], min_shared: int, num_predicted: int) -> tuple[tuple[Branch, ...], Tensor]:
+def _placed(
+    rows: list[list[int]], min_shared: int, num_predicted: int, block_size: int
+) -> tuple[tuple[Branch, ...], Tensor]:
     """The tree's branches, and `row_index`."""
     order = sorted(range(len(rows)), key=rows.__getitem__)
     longest = max(map(len, rows))
     row_index = torch.full((len(rows), longest), -1)
     # a row that others begin with is followed by one of them, and lies in it
     ends = [i for i, j in itertools.pairwise([*order, None]) if j is None or rows[j][: len(rows[i])] != rows[i]]
-    shared = [0] + [max(0, _num_alike(rows[i], rows[j]) - num_predicted) for i, j in itertools.pairwise(ends)]
+    alike = [_num_alike(rows[i], rows[j]) for i, j in itertools.pairwise(ends)]
+    shared = [0] + [max(0, n - num_predicted) // block_size * block_size for n in alike]
     of_ends = torch.full((len(ends), longest), -1)
     branches = _grown([len(rows[i]) for i in ends], shared, of_ends, min_shared)
     which = 0
