@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_tree import prefix_tree, unshard_sequence
 from megatron_tree.integrations import megatron as tree_mcore
+from support.megatron_dsa import DSA, build_dsa, build_weighted, run_dsa, with_options
 from support.megatron_hybrid import build_hybrid, mixers_in_torch
 from support.megatron_models import Case, build_model, check, gradients_over_cp, megatron, mtp_losses, reference_of
 from support.prefix_trees import grown
@@ -26,13 +27,14 @@ class Rows(Case):
     """Of a hybrid model (`build_hybrid`)."""
 
     @property
+    def documents(self):
+        """Lengths of the rows, without the last tokens, which are labels only."""
+        return [len(row) - 1 for row in _rows()[0]]
+
+    @property
     def num_further(self):
         """Layers of multi-token prediction."""
         return dict(self.extra).get("mtp_num_layers", 0)
-
-
-def _model(case):
-    return build_hybrid(case, case.pattern) if case.pattern else build_model(case)
 
 
 def _rows():
@@ -41,9 +43,9 @@ def _rows():
     return rows, [[draw.choice([0.0, 1.0, 2.0]) for _ in row] for row in rows]
 
 
-def each_alone(case):
+def each_alone(case, build=build_model):
     """(weighted losses [n, 1, s] of the rows, then those of multi-token prediction summed over rows, gradients)."""
-    model, (rows, weights), found = _model(case), _rows(), []
+    model, (rows, weights), found = build(case), _rows(), []
     longest = max(map(len, rows))
     sums = torch.zeros(case.num_further, 1, longest)
     for row, given in zip(rows, weights, strict=True):
@@ -61,14 +63,14 @@ def each_alone(case):
     return torch.stack((*found, *sums)), gradients_over_cp(model)
 
 
-def as_tree(case):
+def as_tree(case, build=build_model):
     """The same of the model that gets their tree."""
     from megatron.core import parallel_state
 
     group, (rows, weights) = parallel_state.get_context_parallel_group(), _rows()
     tree = prefix_tree(rows, weights=weights, num_predicted=1 + case.num_further)
     batch, packed = tree_mcore.dispatch_batch({"prefix_tree": tree}, multiple_of=case.multiple_of)
-    model = tree_mcore.use_dispatched_documents(_model(case))
+    model = tree_mcore.use_dispatched_documents(build(case))
     options = {"labels": batch["labels"], "packed_seq_params": packed}
     options |= {"loss_mask": batch["loss_mask"]} if case.num_further else {}
     with mtp_losses() as further:
@@ -101,9 +103,24 @@ def test_losses_and_gradients_are_those_of_the_rows(cp):
     check(cp, [case(**kind) for kind in kinds[cp]], run=as_tree, reference=alone, run_reference=each_alone)
 
 
+@on_ranks(1)
+def test_a_rank_without_labels():
+    """Multi-token prediction of a prompt's tokens gives no loss, and no NaN."""
+    with megatron(tp=1, pp=1, cp=1):
+        batch, packed = tree_mcore.dispatch_batch({"prefix_tree": prefix_tree(_rows()[0], num_predicted=3)})
+        case = Rows(cp=1, tree=True, batch=1, extra=MTP + (("calculate_per_token_loss", False),))
+        model = tree_mcore.use_dispatched_documents(build_model(case))
+        options = {"labels": batch["labels"], "loss_mask": torch.zeros_like(batch["loss_mask"])}
+        with mtp_losses() as further:
+            losses = model(batch["tokens"], batch["position_ids"], None, packed_seq_params=packed, **options)
+        losses.sum().backward()
+        assert len(further) == 2 and not torch.stack(further).any()
+        assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
 def _in_torch(run, case):
     with mixers_in_torch():
-        return run(case)
+        return run(case, lambda case: build_hybrid(case, case.pattern))
 
 
 @pytest.mark.parametrize("pattern", ["M*-M", "G*G"])
@@ -114,6 +131,17 @@ def test_recurrent_layers(cp, pattern):
     case = functools.partial(Rows, cp=cp, tree=True, batch=1, pattern=pattern)
     cases = [case(), *([case(extra=RECOMPUTED)] if cp == 2 and "G" in pattern else [])]
     runs = dict(run=functools.partial(_in_torch, as_tree), run_reference=functools.partial(_in_torch, each_alone))
+    check(cp, cases, reference=alone, **runs)
+
+
+@pytest.mark.parametrize("cp", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.supports("rows that share prefixes (prefix_tree)", with_="DSA")
+def test_sparse_attention(cp):
+    """The loss of an indexer is the mean over the tokens of all rows, also of shared ones."""
+    kinds = [{}, {"extra": with_options(dsa_indexer_use_sparse_loss=True, rope_type="yarn")}][: 1 + cp % 2]
+    cases = [Rows(**{"cp": cp, "tree": True, "batch": 1, "mla": True, "extra": DSA} | kind) for kind in kinds]
+    runs = dict(run=functools.partial(run_dsa, run=as_tree, build=build_dsa))
+    runs["run_reference"] = functools.partial(run_dsa, run=each_alone, build=build_weighted)
     check(cp, cases, reference=alone, **runs)
 
 

@@ -102,9 +102,7 @@ def tree_select_func(
     with ranks.call("tree_select_func") as call:
         of_blocks = check_positive("block_size", block_size) is not None
         check_index(index_q, index_weights, index_k, topk, softmax_scale, cached=of_blocks)
-        sharding, tree = sharding_of(index_q, "index_q", ranks, layout), getattr(layout, "tree", ())
-        if tree:
-            sharding = dataclasses.replace(sharding, layout=layout.by_run)
+        sharding, tree = by_run(sharding_of(index_q, "index_q", ranks, layout))
         tree_of_blocks(tree, block_size or (1 if blocks is None else blocks.size))  # raises where it parts within one
         of_keys = sharding
         if of_blocks and blocks is not None:
@@ -112,15 +110,14 @@ def tree_select_func(
         if of_blocks:
             if not isinstance(layout, Dispatched):
                 raise ValueError(f"block_size={block_size} needs a Dispatched layout, not {layout!r}")
-            of_keys = sharding_of(index_k, "index_k", ranks, layout.blocks(block_size))
-            of_keys = dataclasses.replace(of_keys, layout=of_keys.layout.by_run) if tree else of_keys
+            of_keys, _ = by_run(sharding_of(index_k, "index_k", ranks, layout.blocks(block_size)))
         b, _, h, d = index_q.shape
         call.agree(
             batch=b, heads=h, dim=d, topk=topk, seq_len=sharding.seq_len, layout=str(layout), scale=softmax_scale,
             dtype=index_k.dtype, block=block_size if blocks is None else blocks.size, config=config,
         )  # fmt: skip
         keys = KeysInOrder.gathered(index_k, of_keys, ranks, tree, block_size or 1)
-    queries = _segments(sharding, tree, 1, (ranks.rank,))
+    queries = segments_of(sharding, tree, 1, (ranks.rank,))
     if blocks is not None:
         keys = keys.in_blocks(blocks)
     lengths = [run.depth + run.length for run in tree] or getattr(layout, "lengths", (sharding.seq_len,))
@@ -320,7 +317,7 @@ class KeysInOrder:
         """Of x [b, s/p, d] of every rank; tree: the runs of a prefix tree; size: of blocks. Collective."""
         rows = x.transpose(0, 1)
         padded = torch.cat((rows, rows.new_zeros(sharding.rows - len(rows), *rows.shape[1:])))
-        segments = _segments(sharding, tree, size, *((r,) for r in range(ranks.size)))
+        segments = segments_of(sharding, tree, size, *((r,) for r in range(ranks.size)))
         return cls(ranks.gather(padded), segments, size, tree)
 
     def in_blocks(self, blocks: Blocks) -> KeysInOrder:
@@ -339,24 +336,30 @@ class KeysInOrder:
         """[b, n, d], int64 [n], bool [queries, n]: the keys of these queries' document up to the last of them, in a
         tree with those of the runs before; their numbers, in a tree those in the packed row; and which of them come
         after a query."""
-        parts, seq, end = [], queries.seq, (queries.pos + queries.length) // self.size
-        while seq >= 0:
-            start, length = self._documents.get(seq, (0, 0))
-            numbers = self._numbers[start : start + length]
-            count = int((numbers < end).sum())
+        parts = []
+        for seq, start, count in self._spans(queries):
+            numbers = self._numbers[start : start + count]
             shift = self._shifts[seq] if self.tree else 0
-            parts.append((self._rows[:, start : start + count], numbers[:count], numbers[:count] + shift))
-            seq = self.tree[seq].parent if self.tree else -1
+            parts.append((self._rows[:, start : start + count], numbers, numbers + shift))
         if len(parts) > 1:
-            parts = [tuple(torch.cat(x[::-1], dim) for x, dim in zip(zip(*parts), (1, 0, 0)))]
+            parts = [tuple(torch.cat(x, dim) for x, dim in zip(zip(*parts), (1, 0, 0)))]
         rows, numbers, in_packed = parts[0]
         own = torch.arange(queries.pos, queries.pos + queries.length, device=rows.device)
         return rows, in_packed, (numbers + 1) * self.size > own[:, None] + 1
 
-    def place(self, queries: Segment) -> slice:
-        """Where the keys of `before` are in this order, of a whole document's tokens."""
-        start, _ = self._documents[queries.seq]
-        return slice(start, start + queries.pos + queries.length)
+    def _spans(self, queries: Segment) -> list[tuple[int, int, int]]:
+        """(document, first key, keys) of what these queries see, in the order of positions."""
+        spans, seq, end = [], queries.seq, (queries.pos + queries.length) // self.size
+        while seq >= 0:
+            start, length = self._documents.get(seq, (0, 0))
+            spans.append((seq, start, int((self._numbers[start : start + length] < end).sum())))
+            seq = self.tree[seq].parent if self.tree else -1
+        return spans[::-1]
+
+    def place(self, queries: Segment) -> Tensor:
+        """int64: where the keys of `before` are in this order."""
+        spans = [torch.arange(a, a + n, device=self.source.device) for _, a, n in self._spans(queries)]
+        return torch.cat(spans)
 
 
 def strips(segments: Sequence[Segment]) -> Iterator[Segment]:
@@ -369,7 +372,15 @@ def strips(segments: Sequence[Segment]) -> Iterator[Segment]:
             first += count
 
 
-def _segments(sharding: Sharding, tree: Sequence[TreeRun], size: int, *holders: tuple[int, ...]) -> tuple[Segment, ...]:
+def by_run(sharding: Sharding) -> tuple[Sharding, tuple[TreeRun, ...]]:
+    """A prefix tree with its runs as documents, and the runs; any other sharding as it is, and none."""
+    tree = getattr(sharding.layout, "tree", ())
+    return dataclasses.replace(sharding, layout=sharding.layout.by_run) if tree else sharding, tree
+
+
+def segments_of(
+    sharding: Sharding, tree: Sequence[TreeRun], size: int, *holders: tuple[int, ...]
+) -> tuple[Segment, ...]:
     """Segments of these holders' shards, of blocks of `size` tokens, one after another; of a tree's runs at positions
     in its rows."""
     segments = sharding.segments(*holders)

@@ -112,6 +112,15 @@ class _Documents:
                 first, row = first + rows, row + rows
         return join(pieces)
 
+    def in_rows(self, rank: int, world: int) -> tuple[Segment, ...]:
+        """The same; of a prefix tree the parts of its runs, at their positions in its rows."""
+        return self.segments(rank, world)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document, or of a prefix tree's longest row."""
+        return max(self.lengths, default=0)
+
     def source(self, rank: int, world: int) -> tuple[Segment, ...]:
         """The rank's rows that hold a row of the packed sequence, padding too; positions are those rows."""
         row, segments = 0, []
@@ -232,15 +241,13 @@ class Dispatched(_Documents):
         return Dispatched(lengths, lengths, self.shares, self.num_rows)
 
     def in_rows(self, rank: int, world: int) -> tuple[Segment, ...]:
-        """The rank's parts of documents; of a tree's runs, at their positions in the tree's rows."""
         if not self.tree:
-            return self.segments(rank, world)
+            return super().in_rows(rank, world)
         return tuple(s._replace(pos=self.tree[s.seq].depth + s.pos) for s in self.by_run.segments(rank, world))
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest document, or of a tree's longest row."""
-        return max((run.depth + run.length for run in self.tree), default=max(self.lengths, default=0))
+        return max((run.depth + run.length for run in self.tree), default=super().longest)
 
     @cached_property
     def paths(self) -> tuple[tuple[int, ...], ...]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...core import comm
@@ -44,6 +45,10 @@ class TreePackedSeqParams(PackedSeqParams):
     layout: Dispatched | None = None
     prefix_tree: PrefixTree | None = field(default=None, repr=False)
     """Of which the batch is; the layout has one document then."""
+    times: Tensor | None = field(default=None, repr=False)
+    """fp32 [1, rows of this rank]: how many rows of the tree have each token, and one after it, which they predict."""
+    num_tokens: int = 0
+    """Such tokens of all rows."""
     positions: Tensor | None = field(default=None, repr=False)
     """int64 [rows of this rank]: positions for the rotary embedding; None: those in the whole sequence."""
     embedded: bool = False
@@ -190,12 +195,13 @@ def _dispatch_tree(
         )
     layout = dispatch_prefix_tree(tree, group, multiple_of=multiple_of)
     labels = torch.zeros_like(tree.input_ids)  # also where they have weight 0: tokens before may predict them, too
-    followed = tree.row_index[:, 1:] >= 0
-    labels[:, tree.row_index[:, :-1][followed]] = tree.input_ids[:, tree.row_index[:, 1:][followed]]
+    followed = F.pad(tree.row_index[:, 1:] >= 0, (0, 1))
+    labels[:, tree.row_index[followed]] = tree.input_ids[:, tree.row_index[followed.roll(1, 1)]]
     tensors = dict(tokens=tree.input_ids, labels=labels, loss_mask=tree.weights, position_ids=tree.position_ids)
     share = {name: shard_sequence(x, group, 1, layout) for name, x in tensors.items()}
     packed = TreePackedSeqParams.of(layout, share["position_ids"][0], labels.device, group)
-    packed.prefix_tree = tree
+    packed.prefix_tree, packed.num_tokens = tree, int(followed.sum())
+    packed.times = shard_sequence(tree.sum_of_rows(followed.float()), group, 1, layout)
     return {**{name: x for name, x in batch.items() if name != "prefix_tree"}, **share}, packed
 
 
@@ -259,15 +265,10 @@ def _check_predicted(model: Any, tree: PrefixTree, labels: Any, loss_mask: Any) 
 
 
 def _refuse_tree(model: Any) -> None:
-    reason, refused = None, model
     if getattr(model, "position_embedding_type", None) == "mrope":
-        reason = "multimodal positions (position_embedding_type='mrope')"
-    elif indexed := next((module for module in model.modules() if hasattr(module, "indexer")), None):
-        reason, refused = "an index, whose loss is of whole rows", indexed
-    if reason:
         raise ValueError(
-            f"{type(refused).__name__} has {reason}: it takes no prefix_tree. Pack the rows as documents "
-            "(dispatch_batch with cu_seqlens)"
+            f"{type(model).__name__} has multimodal positions (position_embedding_type='mrope'): it takes no "
+            "prefix_tree. Pack the rows as documents (dispatch_batch with cu_seqlens)"
         )
 
 
@@ -286,7 +287,8 @@ class _RollByLayout:
         group = compat.group_of_batch(packed, kwargs.get("cp_group"))
         options = dict(cp_group=group, layout=packed.layout, sums=tensor.is_floating_point())
         rolled = tree_shift(tensor.flatten(0, -2), **options).view_as(tensor)
-        return rolled, rolled.sum()
+        total = rolled.sum()
+        return rolled, total + (total == 0)  # Megatron divides by it, also on a rank that has a prompt's tokens only
 
 
 class _LaidOutEmbedding:
