@@ -24,6 +24,7 @@ from support.attention import seen_in
 from support.prefix_trees import grown
 from support.ranks import on_ranks
 from support.rounding import assert_near
+from support_matrix import slow_but
 
 SEQ, TOPK, SCALE, INDEX_SCALE = 48, 7, 0.3, 0.5
 LENGTH = SEQ * 16  # of the sums: over keys, and over heads or dimensions
@@ -80,7 +81,7 @@ def test_loss_and_gradients(rank, world):
         _check(mine, rows, truth, selected, f"{layout}, topk={topk}, {epsilon}", epsilon=epsilon, **options)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", slow_but([2], [1, 2, 4]))
 @on_ranks()
 def test_rows_that_begin_alike(rank, world):
     """A token of a tree counts as often as rows have it."""

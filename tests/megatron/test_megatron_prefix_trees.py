@@ -16,6 +16,7 @@ from support.megatron_models import Case, build_model, check, gradients_over_cp,
 from support.prefix_trees import grown
 from support.ranks import on_ranks
 from support.refusals import refused_with
+from support_matrix import slow_but
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,11 +135,11 @@ def test_recurrent_layers(cp, pattern):
     check(cp, cases, reference=alone, **runs)
 
 
-@pytest.mark.parametrize("cp", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cp", slow_but([2], [1, 2, 4]))
 @pytest.mark.supports("rows that share prefixes (prefix_tree)", with_="DSA")
 def test_sparse_attention(cp):
     """The loss of an indexer is the mean over the tokens of all rows, also of shared ones."""
-    kinds = [{}, {"extra": with_options(dsa_indexer_use_sparse_loss=True, rope_type="yarn")}][: 1 + cp % 2]
+    kinds = [{}, {"extra": with_options(dsa_indexer_use_sparse_loss=True, rope_type="yarn")}]
     cases = [Rows(**{"cp": cp, "tree": True, "batch": 1, "mla": True, "extra": DSA} | kind) for kind in kinds]
     runs = dict(run=functools.partial(run_dsa, run=as_tree, build=build_dsa))
     runs["run_reference"] = functools.partial(run_dsa, run=each_alone, build=build_weighted)

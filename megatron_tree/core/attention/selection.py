@@ -120,8 +120,7 @@ def tree_select_func(
     queries = segments_of(sharding, tree, 1, (ranks.rank,))
     if blocks is not None:
         keys = keys.in_blocks(blocks)
-    lengths = [run.depth + run.length for run in tree] or getattr(layout, "lengths", (sharding.seq_len,))
-    wanted = min(topk, max(lengths, default=0) // keys.size)
+    wanted = min(topk, getattr(layout, "longest", sharding.seq_len) // keys.size)
     if of_blocks:
         return positions_of(_lists(index_q, index_weights, keys, queries, wanted, softmax_scale)).to(torch.int32)
     return _select(index_q, index_weights, keys, queries, wanted, softmax_scale)

@@ -249,8 +249,14 @@ def _refuse(module: Any, packed: TreePackedSeqParams | None = None) -> None:
         )
 
 
-def _check_predicted(model: Any, tree: PrefixTree, labels: Any, loss_mask: Any) -> None:
-    """Raise a ValueError where multi-token prediction would miss its labels or their weights in a tree."""
+def _check_tree(model: Any, tree: PrefixTree, labels: Any, loss_mask: Any) -> None:
+    """Raise a ValueError for positions that a tree has not, and where multi-token prediction would miss its labels or
+    their weights."""
+    if getattr(model, "position_embedding_type", None) == "mrope":
+        raise ValueError(
+            f"{type(model).__name__} has multimodal positions (position_embedding_type='mrope'): it takes no "
+            "prefix_tree. Pack the rows as documents (dispatch_batch with cu_seqlens)"
+        )
     number = getattr(getattr(model, "config", None), "mtp_num_layers", None) or 0
     if tree.num_predicted <= number:
         raise ValueError(
@@ -261,14 +267,6 @@ def _check_predicted(model: Any, tree: PrefixTree, labels: Any, loss_mask: Any) 
         raise ValueError(
             f"mtp_num_layers={number}, and a prefix_tree whose loss_mask the model has not got as floating-point "
             "numbers: pass loss_mask=batch['loss_mask'], the weights of the labels, to the model"
-        )
-
-
-def _refuse_tree(model: Any) -> None:
-    if getattr(model, "position_embedding_type", None) == "mrope":
-        raise ValueError(
-            f"{type(model).__name__} has multimodal positions (position_embedding_type='mrope'): it takes no "
-            "prefix_tree. Pack the rows as documents (dispatch_batch with cu_seqlens)"
         )
 
 
@@ -335,9 +333,7 @@ def _tell_embedding(module: Any) -> None:
             return None
         _refuse(module, packed)
         if packed.prefix_tree is not None:
-            _refuse_tree(module)
-            given = (call.arguments.get(name) for name in ("labels", "loss_mask"))
-            _check_predicted(module, packed.prefix_tree, *given)
+            _check_tree(module, packed.prefix_tree, *map(call.arguments.get, ("labels", "loss_mask")))
         packed.embedded = True
         packed.show_to(compat.context_parallel_group(module))
         call.arguments["packed_seq_params"] = packed
