@@ -1,19 +1,30 @@
 """The loss of an index over a sharded sequence against the definition in float64: its sum and all gradients."""
 
 import itertools
+import random
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import dispatch_documents, shard_positions, shard_sequence, tree_select_func
+from megatron_tree import (
+    dispatch_documents,
+    dispatch_prefix_tree,
+    prefix_tree,
+    shard_positions,
+    shard_sequence,
+    tree_select_func,
+)
 from megatron_tree.core import energy
 from megatron_tree.core.attention import selection
 from megatron_tree.core.attention.index_loss import tree_index_loss_func
 from megatron_tree.core.kernels import index as kernel
 from megatron_tree.core.spec import AttnSpec
+from support.attention import seen_in
+from support.prefix_trees import grown
 from support.ranks import on_ranks
 from support.rounding import assert_near
+from support_matrix import slow_but
 
 SEQ, TOPK, SCALE, INDEX_SCALE = 48, 7, 0.3, 0.5
 LENGTH = SEQ * 16  # of the sums: over keys, and over heads or dimensions
@@ -26,16 +37,20 @@ def _inputs(batch=2, seq_len=SEQ, *, heads=4, heads_kv=2):
     return [torch.randn(batch, seq_len, *shape, generator=g) for shape in shapes]
 
 
-def _truth(inputs, sequences, topk, epsilon):
-    """[b, s], the divergences, and the gradients of their sum by the index, in float64."""
+def _truth(inputs, sequences, topk, epsilon, times=1):
+    """[b, s], the divergences times these numbers, and the gradients of their sum by the index, in float64.
+
+    sequences: of which the tokens are, or which of them see which, [1, s, s]."""
     inputs = [x.double() for x in inputs]
     leaves = [x.requires_grad_() for x in inputs[:3]]
-    sequences = torch.tensor(sequences)
-    keep = (sequences[:, None] == sequences).tril().expand(len(inputs[0]), -1, -1)
+    keep = torch.as_tensor(sequences)
+    if keep.dim() == 1:
+        keep = (keep[:, None] == keep).tril()
+    keep = keep.expand(len(inputs[0]), -1, -1)
     if topk is not None:
         keep = energy.selected(*(x.detach() for x in leaves), topk, keep, INDEX_SCALE)
     spec, options = AttnSpec(softmax_scale=SCALE), dict(keep=keep, scale=INDEX_SCALE, epsilon=epsilon)
-    loss = energy.index_divergence(*leaves, *inputs[3:], spec=spec, **options)
+    loss = energy.index_divergence(*leaves, *inputs[3:], spec=spec, **options) * times
     return loss.detach(), torch.autograd.grad(loss.sum(), leaves)
 
 
@@ -64,6 +79,25 @@ def test_loss_and_gradients(rank, world):
         selected = topk and tree_select_func(*mine[:3], topk=topk, softmax_scale=INDEX_SCALE, **options)
         truth = _truth(inputs, [0] * SEQ, topk, epsilon)
         _check(mine, rows, truth, selected, f"{layout}, topk={topk}, {epsilon}", epsilon=epsilon, **options)
+
+
+@pytest.mark.parametrize("world", slow_but([2], [1, 2, 4]))
+@on_ranks()
+def test_rows_that_begin_alike(rank, world):
+    """A token of a tree counts as often as rows have it."""
+    group, rows = dist.group.WORLD, grown(random.Random(4), 6)
+    tree = prefix_tree(rows)
+    layout, n = dispatch_prefix_tree(tree, group), tree.input_ids.shape[1]
+    inputs = _inputs(1, n)
+    times = tree.sum_of_rows((tree.row_index >= 0).double())
+    at = shard_positions(world * layout.num_rows, rank, world, layout)
+    mine = [shard_sequence(x, group, 1, layout, padding=7.0) for x in inputs]
+    where = dict(cp_group=group, layout=layout)
+    for topk in (None, 4):
+        selected = topk and tree_select_func(*mine[:3], topk=topk, softmax_scale=INDEX_SCALE, **where)
+        truth = _truth(inputs, seen_in(tree.ranges(), n, n)[None], topk, 0.0, times)
+        weights = shard_sequence(times.float(), group, 1, layout, padding=3.0)
+        _check(mine, at, truth, selected, f"topk={topk}", weights=weights, **where)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -119,6 +153,7 @@ def test_without_gradients_only_the_loss():
         (dict(epsilon=-1.0), "epsilon=-1.0 is added to probabilities"),
         (dict(q=torch.zeros(2, SEQ - 1, 4, 6)), r"q \[2, 47, 4, 6\] and k \[2, 48, 2, 6\] must have the tokens of ind"),
         (dict(k=torch.zeros(2, SEQ, 3, 6)), "q has 4 heads and k 3: the number of KV heads must divide"),
+        (dict(weights=torch.ones(1, SEQ)), r"weights \[1, 48\] must have a number for each query of q, \[2, 48\]"),
         (dict(selected=torch.zeros(2, SEQ, 3)), "selected must be int32"),
         (dict(softmax_scale="big"), "softmax_scale='big' must be a number"),
     ],

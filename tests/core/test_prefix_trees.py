@@ -22,7 +22,7 @@ def test_every_row_lies_in_the_tree(min_shared):
     for seed in range(20):
         draw = random.Random(seed)
         rows = grown(draw, draw.randint(1, 12), vocab=draw.choice([1, 2, 3]))
-        tree = prefix_tree(rows, min_shared=min_shared)
+        tree = prefix_tree(rows, min_shared=min_shared, num_predicted=1 + seed % 3)
         for row, index in zip(rows, tree.row_index):
             at = index[: len(row)]
             assert tree.input_ids[0, at].tolist() == row
@@ -40,14 +40,14 @@ def test_every_row_lies_in_the_tree(min_shared):
             assert torch.equal(seen_in(ranges, num_tokens, num_tokens), keep)
             assert sum(piece.pairs for piece in ranges) == keep.sum()  # none twice
         if min_shared == 1:
-            assert tree.input_ids.shape[1] == _num_different(rows)
+            assert tree.input_ids.shape[1] == _num_different(rows, tree.num_predicted)
 
 
-def _num_different(rows):
-    """Beginnings with the token that follows, and whole rows that no other begins with."""
-    followed = {tuple(row[:n]) for row in rows for n in range(2, len(row) + 1)}
+def _num_different(rows, num_predicted):
+    """Beginnings with the tokens that are predicted, and the last tokens of rows that no other begins with."""
+    followed = {tuple(row[:n]) for row in rows for n in range(1 + num_predicted, len(row) + 1)}
     beginnings = {tuple(row[:n]) for row in rows for n in range(len(row))}
-    return len(followed) + len({tuple(row) for row in rows} - beginnings)
+    return len(followed) + sum(min(num_predicted, len(row)) for row in {tuple(row) for row in rows} - beginnings)
 
 
 def test_a_group_of_answers():

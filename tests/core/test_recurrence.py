@@ -1,6 +1,7 @@
 """Recurrent layers over shards against the recurrence run token by token, in float64: values and all gradients."""
 
 import itertools
+import random
 import re
 
 import pytest
@@ -24,7 +25,7 @@ from megatron_tree import (
 from megatron_tree.core.comm import record
 from megatron_tree.core.layout import Dispatched
 from megatron_tree.core.recurrence.shift import tree_shift
-from support.prefix_trees import in_a_tree
+from support.prefix_trees import grown, in_a_tree
 from support.ranks import on_ranks, run_distributed
 from support.recurrences import decaying, delta_inputs, delta_rule
 
@@ -233,9 +234,16 @@ def test_the_row_after_each(world):
         want = torch.cat([F.pad(part[:, 1:], (0, min(1, part.shape[1]))) for part in x.split(tuple(lengths), 1)], 1)
         got = tree_shift(shard_sequence(x, group, 1, layout), cp_group=group, layout=layout)
         assert torch.equal(got, shard_sequence(want, group, 1, layout)), name
-    layout = dispatch_prefix_tree(prefix_tree(in_a_tree(prompt=6, answers=2, length=3)), group)
-    with pytest.raises(ValueError, match="layout is of a prefix tree, in which several rows may come after one"):
-        tree_shift(torch.zeros(1, layout.num_rows), cp_group=group, layout=layout)
+    for seed in range(8):
+        tree = prefix_tree(grown(random.Random(seed), 7, vocab=2))
+        layout, x = dispatch_prefix_tree(tree, group), torch.arange(1, tree.input_ids.shape[1] + 1)
+        after = {(int(a), int(b)) for row in tree.row_index for a, b in itertools.pairwise(row) if b >= 0}
+        sums = torch.zeros_like(x).index_add(0, *(torch.tensor(rows) for rows in zip(*((a, b + 1) for a, b in after))))
+        first = torch.tensor([min((b + 1 for a, b in after if a == row), default=0) for row in range(len(x))])
+        for want, summed in ((sums, True), (first, False)):
+            shard = shard_sequence(x[None], group, 1, layout)
+            got = tree_shift(shard, cp_group=group, layout=layout, sums=summed)
+            assert torch.equal(got, shard_sequence(want[None], group, 1, layout)), seed
 
 
 @on_ranks(2)

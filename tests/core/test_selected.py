@@ -127,7 +127,7 @@ def test_prefix_trees(rank, world):
         call = functools.partial(tree_attn_func, **options, causal=True, return_lse=True)
         assert worst_error(rows, run_call(inputs, rows, rows, call, make_sinks(4)), truth) < 1e-13
     blocks = selection.Blocks(2, lambda x, _: x.mean(2))
-    with pytest.raises(ValueError, match="blocks can't be selected in a prefix tree"):
+    with pytest.raises(ValueError, match="within a block of 2: call prefix_tree.rows, block_size=2"):
         tree_select_func(*(x[:, rows] for x in index), topk=2, blocks=blocks, cp_group=dist.group.WORLD, layout=layout)
 
 

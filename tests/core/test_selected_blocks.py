@@ -1,18 +1,29 @@
 """Blocks of tokens that an index selects, over a sharded sequence: as from the definition, query by query."""
 
 import itertools
+import random
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_tree import dispatch_documents, shard_positions, shard_sequence, tree_select_func
+from megatron_tree import (
+    dispatch_documents,
+    dispatch_prefix_tree,
+    prefix_tree,
+    shard_positions,
+    shard_sequence,
+    tree_select_func,
+    unshard_sequence,
+)
 from megatron_tree.core.attention import selection
-from megatron_tree.core.attention.selection import Blocks, tree_select_prefill
+from megatron_tree.core.attention.selection import Blocks, selected_tokens, tree_select_prefill
 from megatron_tree.core.comm import work
 from megatron_tree.core.config import TreeConfig
+from support.prefix_trees import grown
 from support.ranks import on_ranks
+from support_matrix import slow_but
 
 SEQ, TOPK, HEADS, DIM, SCALE = 48, 3, 5, 4, 0.5
 
@@ -86,6 +97,37 @@ def test_packed_documents(world):
     want = [seen for document in zip(*parts) for seen in _wanted(document, size)[0]]
     for row, i in enumerate(of_rows):
         assert i < 0 or found[row] == want[i], i
+
+
+@pytest.mark.parametrize("world", slow_but([2], [1, 2, 4]))
+@on_ranks()
+def test_rows_that_begin_alike(world):
+    """Blocks of tokens, and keys that are of blocks already."""
+    group, size = dist.group.WORLD, 3
+    for seed in range(4):
+        rows = grown(random.Random(seed), 7, vocab=2)
+        tree = prefix_tree(rows, block_size=size)
+        layout = dispatch_prefix_tree(tree, group)
+        index = [x[:1] for x in _index(tree.input_ids.shape[1])]
+        mine = [shard_sequence(x, group, 1, layout) for x in index]
+        options = {"topk": TOPK, "softmax_scale": SCALE, "cp_group": group, "layout": layout}
+        selected = tree_select_func(*mine, blocks=Blocks(size, _key), **options)
+        found = unshard_sequence(selected, group, 1, layout)
+        paths, of_blocks = layout.blocks(size).paths, layout.blocks(size)
+        runs = zip(layout.by_run.starts, layout.by_run.lengths)
+        firsts = torch.cat([torch.arange(first, first + n // size * size, size) for first, n in runs])
+        at = firsts[:, None] + torch.arange(size)
+        keys = _key(index[2][:, at], tree.position_ids[0, at[:, 0]])
+        shard = shard_sequence(keys, group, 1, of_blocks)
+        numbers = tree_select_func(*mine[:2], shard, block_size=size, **options)
+        again = selected_tokens(numbers.long(), layout.in_rows(group.rank(), world), size, layout.tree)
+        assert torch.equal(again, selected)
+        for row in tree.row_index:
+            row = row[row >= 0]
+            want = _wanted([x[:, row] for x in index], size)[0]
+            assert _sets(found[:, row]) == [{int(row[i]) for i in seen} for seen in want], seed
+            whole = [number for number, tokens in enumerate(at.tolist()) if set(tokens) <= set(row.tolist())]
+            assert tuple(whole) in [path[: len(whole)] for path in paths]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

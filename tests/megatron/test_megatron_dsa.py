@@ -14,7 +14,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megatron_tree import TreeConfig, prefix_tree
+from megatron_tree import TreeConfig
 from megatron_tree.integrations import megatron as tree
 from megatron_tree.integrations.megatron import compat
 from megatron_tree.integrations.megatron.dsa import TreeDSAttention
@@ -217,7 +217,6 @@ def test_options_of_newer_releases(option):
         compat.refuse_indexed(config)
 
 
-@pytest.mark.refuses("prefix_tree with DSA", when="the forward")
 @on_ranks(2)
 def test_what_the_forward_can_not_take(rank, world):
     with megatron(tp=1, pp=1, cp=world), hadamard_in_torch():
@@ -235,11 +234,6 @@ def test_what_the_forward_can_not_take(rank, world):
         ):
             with refused_with(*said):
                 core(q, q, q[..., :12], **dict(x=x, qr=qr) | changed)
-        rows = [[1, 2, 3, 4], [1, 2, 5, 6]]
-        batch, packed = tree.dispatch_batch({"prefix_tree": prefix_tree(rows)})
-        tree.use_dispatched_documents(model)
-        with refused_with("TreeDSAttention has an index", "takes no prefix_tree"):
-            model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=packed)
 
 
 def test_the_checks_of_the_configuration():

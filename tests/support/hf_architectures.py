@@ -205,6 +205,22 @@ def random_model(name, **changes):
     return model_of(tiny_config(name, **changes))
 
 
+def deepseek_v4(**changes):
+    """With random weights where they are zeros at first: of biases of gates and routers, sinks and the experts of token
+    ids."""
+    model = random_model("deepseek_v4", **changes)
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            if name.endswith(("position_bias", "sinks")):
+                x.normal_()
+        for name, x in model.named_buffers():
+            if name.endswith("tid2eid"):
+                x.copy_(torch.arange(x.numel()).view(x.shape) // 3 % 4)
+            if name.endswith("e_score_correction_bias"):
+                x.normal_()
+    return model
+
+
 def model_of(config, name=None):
     """Likewise, of a configuration; name: of its architecture, where another one has this text part."""
     torch.manual_seed(1)

@@ -6,36 +6,20 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 import megatron_tree.integrations.transformers as tree_hf
-from megatron_tree import prefix_tree
 from megatron_tree.integrations.transformers.families import compressed
 from megatron_tree.integrations.transformers.infer.engine import share_model
 from megatron_tree.integrations.transformers.infer.weight_layout import plan_layout
-from support.hf_architectures import random_model
+from support.hf_architectures import deepseek_v4
 from support.hf_models import hf_generate, left_padded, plain, prompt
 from support.hf_served import begin_rows, check_no_cache, check_prompts, check_saved_rows, check_served, check_sharded
 from support.hf_training import check_trained_batches
 from support.ranks import on_ranks
 
 
-def _model(**changes):
-    """With weights that are zeros at first: of biases of gates and routers, sinks and the experts of token ids."""
-    model = random_model("deepseek_v4", **changes)
-    with torch.no_grad():
-        for name, x in model.named_parameters():
-            if name.endswith(("position_bias", "sinks")):
-                x.normal_()
-        for name, x in model.named_buffers():
-            if name.endswith("tid2eid"):
-                x.copy_(torch.arange(x.numel()).view(x.shape) // 3 % 4)
-            if name.endswith("e_score_correction_bias"):
-                x.normal_()
-    return model
-
-
 def _served(sparse=2, heavy=4, **changes):
     """With blocks of so many tokens."""
     rates = {"compressed_sparse_attention": sparse, "heavily_compressed_attention": heavy}
-    return _model(compress_rates=rates, **changes)
+    return deepseek_v4(compress_rates=rates, **changes)
 
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
@@ -68,7 +52,7 @@ def test_weights_over_all_ranks(world, tmp_path):
 
 def test_groups_of_heads_that_ranks_do_not_divide_are_refused():
     with pytest.raises(ValueError, match=r"o_a_proj: it has 2 groups of heads: start one of \[1, 2\] ranks"):
-        plan_layout(_model(), 4, 0)
+        plan_layout(deepseek_v4(), 4, 0)
 
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
@@ -76,7 +60,7 @@ def test_groups_of_heads_that_ranks_do_not_divide_are_refused():
 @on_ranks()
 def test_training(world):
     """Blocks that shards cut: zigzag, padded, packed, recomputed; and documents without any."""
-    check_trained_batches(_model)
+    check_trained_batches(deepseek_v4)
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -116,12 +100,12 @@ def test_rows(world):
 
 @pytest.mark.supports("`deepseek_v4`", with_="evaluation without a cache")
 def test_evaluation_without_a_cache():
-    check_no_cache(_model(), "attention_mask with padding: DeepseekV4Attention counts blocks")
+    check_no_cache(deepseek_v4(), "attention_mask with padding: DeepseekV4Attention counts blocks")
 
 
-@pytest.mark.parametrize("way", ["a cache", "dropout", "a tree", "another version"])
+@pytest.mark.parametrize("way", ["a cache", "dropout", "another version"])
 def test_refusals(way, monkeypatch):
-    model, ids = _model(), prompt(1, 9)
+    model, ids = deepseek_v4(), prompt(1, 9)
     if way == "a cache":
         with pytest.raises(ValueError, match="page_size=16: .* each block of 3 tokens, .* choose 24, or a multiple"):
             tree_hf.TreeCache(model.config)
@@ -137,13 +121,8 @@ def test_refusals(way, monkeypatch):
             tree_hf.train_on_shards(model)
     else:
         tree_hf.train_on_shards(model)
-        batch, said = {"input_ids": ids, "labels": ids}, "takes no prefix_tree"
-        if way == "a tree":
-            batch = {"prefix_tree": prefix_tree([[1, 2, 3, 4], [1, 2, 5]])}
-        else:
-            model.train()
-            said = "attention_dropout=0.1: DeepseekV4Attention attends to tokens and to blocks"
-            for layer in model.model.layers:
-                layer.self_attn.attention_dropout = 0.1
-        with pytest.raises(ValueError, match=said):
-            model(**tree_hf.shard_batch(batch, cp_group=None))
+        model.train()
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.1
+        with pytest.raises(ValueError, match="attention_dropout=0.1: DeepseekV4Attention attends to tokens and to"):
+            model(**tree_hf.shard_batch({"input_ids": ids, "labels": ids}, cp_group=None))

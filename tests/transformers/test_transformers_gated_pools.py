@@ -4,7 +4,6 @@ import pytest
 import torch.distributed as dist
 
 import megatron_tree.integrations.transformers as tree_hf
-from megatron_tree import prefix_tree
 from megatron_tree.integrations.transformers.families import gated_pools
 from support.hf_models import glm5_next, hf_generate, left_padded, prompt
 from support.hf_served import (
@@ -93,13 +92,6 @@ def test_left_padding_is_refused():
     model.set_attn_implementation("tree")
     with pytest.raises(ValueError, match="attention_mask with padding: .* an index of pools"):
         hf_generate(model, ids, 2, mask, past_key_values=tree_hf.TreeCache(model.config))
-
-
-def test_a_prefix_tree_is_refused():
-    model = glm5_next(**INDEXED)
-    tree_hf.train_on_shards(model)
-    with pytest.raises(ValueError, match="attention to blocks of keys .* takes no prefix_tree"):
-        model(**tree_hf.shard_batch({"prefix_tree": prefix_tree([[1, 2, 3, 4], [1, 2, 5]])}, cp_group=None))
 
 
 @pytest.mark.parametrize("make", [lambda model: tree_hf.TreeCache(model.config), tree_hf.train_on_shards])

@@ -1,6 +1,7 @@
 """Rows with shared prefixes as one packed row: losses and gradients of models are those of the separate rows."""
 
 import copy
+import functools
 import random
 
 import pytest
@@ -11,16 +12,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 import megatron_tree.integrations.transformers as tree_hf
 from megatron_tree import prefix_tree
+from megatron_tree.integrations.transformers.architectures import size_of_blocks
 from support.hf_architectures import (
     HYBRIDS,
     INDEXED,
     SERVED,
     STATE_SPACE,
+    deepseek_v4,
     long_lived_model,
     random_model,
     tiny_config,
 )
-from support.hf_models import CONFIGS, mistral_large4, tiny_model
+from support.hf_models import CONFIGS, glm5_next, mistral_large4, tiny_model
 from support.prefix_trees import grown
 from support.ranks import on_ranks, run_distributed
 from support.rounding import assert_near
@@ -130,7 +133,8 @@ def _check_model(plain, group=None):
     model = copy.deepcopy(plain)
     tree_hf.train_on_shards(model)
     rows, weights = _rows(1)
-    tree = prefix_tree(rows, weights=weights)
+    tree = prefix_tree(rows, weights=weights, block_size=size_of_blocks(plain.config))
+    assert tree.input_ids.shape[1] < sum(map(len, rows))
     log_probs, counted = _plain(plain, rows, weights)
     expected = -(log_probs * counted).sum() / counted.sum()
     truth = _gradients(plain, expected)
@@ -183,6 +187,22 @@ def test_layers_with_an_index_over_ranks(name):
     _check_model(random_model(name), dist.group.WORLD)
 
 
+RATES = {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}
+OF_BLOCKS = {
+    "deepseek_v4": functools.partial(deepseek_v4, compress_rates=RATES),
+    "glm5_next": functools.partial(glm5_next, index_kpool=2, index_topk=6),
+    "qwen4_exp_text": functools.partial(random_model, "qwen4_exp_text"),
+}
+
+
+@pytest.mark.parametrize("world", slow_but([2], [1, 2, 4]))
+@pytest.mark.parametrize("name", OF_BLOCKS)
+@on_ranks()
+def test_layers_with_blocks_of_tokens(name, world):
+    """Blocks in a shared beginning are shared; where rows part within one, each has its own."""
+    _check_model(OF_BLOCKS[name](), dist.group.WORLD)
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 @on_ranks(4)
 def test_data_and_sequence_parallel(checkpointing):
@@ -208,7 +228,8 @@ def test_data_and_sequence_parallel(checkpointing):
     ("family", "message"),
     [
         ("llama_dynamic", "a rotary embedding that differs for rows of 3 and 40 tokens"),
-        ("qwen4_exp_text", "attention to blocks of keys that an index selects"),
+        ("qwen4_exp_text", r"blocks of 2 tokens, and rows of the prefix_tree part after 1: .*block_size=2\)"),
+        ("deepseek_v4", r"blocks of 24 tokens, and rows of the prefix_tree part after 1: .*block_size=24\)"),
         ("dropout", "attention dropout=0.1, for which ranges have no mask"),
     ],
 )
@@ -219,7 +240,7 @@ def test_models_that_take_no_tree(family, message):
     else:
         model = tiny_model(family) if family in CONFIGS else AutoModelForCausalLM.from_config(tiny_config(family))
     tree_hf.train_on_shards(model)
-    shard = tree_hf.shard_batch({"prefix_tree": prefix_tree([[5, 6, 7], [5] * 40])}, cp_group=None)
+    shard = tree_hf.shard_batch({"prefix_tree": prefix_tree([[5, 5, 7], [5] * 40])}, cp_group=None)
     with pytest.raises(ValueError, match=message):
         model(**shard)
 

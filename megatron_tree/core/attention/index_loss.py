@@ -22,7 +22,7 @@ from ..kernels.index import index_scores, index_scores_bwd
 from ..layout import Layout, Segment, Sharding
 from ..merge import NEG_INF, SumReducer, state_dtype
 from ..spec import AttnSpec
-from .selection import KeysInOrder, check_index, check_scale, strips
+from .selection import KeysInOrder, by_run, check_index, check_scale, segments_of, strips
 from .sequences import layouts_of, sharding_of
 from .validate import check_heads, check_selected
 
@@ -41,6 +41,7 @@ def tree_index_loss_func(
     selected: Tensor | None = None,
     head_group=None,
     epsilon: float = 0.0,
+    weights: Tensor | None = None,
     layout: Layout = "zigzag",
     config: TreeConfig | None = None,
 ) -> Tensor:
@@ -58,7 +59,9 @@ def tree_index_loss_func(
         head_group: the ranks that have other heads of the same queries (tensor parallelism), a process group; None for
             one rank. All have the same index.
         epsilon: what is added to probabilities before their logarithm; the gradient is that of the result.
-        Others as in `tree_attn_func`.
+        weights: fp32 [b, s/p], a factor of each query's term, such as the number of rows that have a token of a prefix
+            tree; default: 1.
+        Others as in `tree_attn_func`; layout as in `tree_select_func`.
     Returns: fp32, a number; rows of padding have no part in it.
     Raises: ValueError for bad input or arguments that differ between ranks; CommError if a rank failed.
     """
@@ -77,9 +80,11 @@ def tree_index_loss_func(
             raise ValueError(f"epsilon={epsilon} is added to probabilities: pass a number from 0 to 1")
         if selected is not None:
             check_selected(selected, q, AttnSpec(softmax_scale=softmax_scale), None)
-        if getattr(layout, "tree", ()):
-            raise ValueError("the loss of an index is of whole rows, not of a prefix tree: pass the rows apart")
-        sharding = sharding_of(index_k, "index_k", ranks, layout)
+        if weights is not None and tuple(weights.shape) != tuple(q.shape[:2]):
+            raise ValueError(
+                f"weights {list(weights.shape)} must have a number for each query of q, {list(q.shape[:2])}"
+            )
+        sharding, tree = by_run(sharding_of(index_k, "index_k", ranks, layout))
         backward = goes_backward(index_q, index_weights, index_k)
         call.agree(
             index_q=(len(index_q), *index_q.shape[2:]), q=q.shape[2:], k=k.shape[2:], seq_len=sharding.seq_len,
@@ -88,11 +93,13 @@ def tree_index_loss_func(
         )  # fmt: skip
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             heads = comm.Ranks.of(head_group, q.device, config)
-            index_keys = KeysInOrder.gathered(index_k, sharding, ranks)
-            keys = KeysInOrder.gathered(k.flatten(2), sharding, ranks)
+            index_keys = KeysInOrder.gathered(index_k, sharding, ranks, tree)
+            keys = KeysInOrder.gathered(k.flatten(2), sharding, ranks, tree)
             target = Target(q, keys, k.shape[2], softmax_scale, selected, heads)
             index = Index(index_q, index_weights, index_keys, index_scale, epsilon)
-            loss, grads = index.divergence(target, sharding.segments((ranks.rank,)), backward)
+            weights = index_q.new_ones(index_q.shape[:2], dtype=torch.float32) if weights is None else weights
+            queries = segments_of(sharding, tree, 1, (ranks.rank,))
+            loss, grads = index.divergence(target, queries, weights, backward)
             if not backward:
                 return loss
             grads[2] = _sum_on_owners(grads[2], index_keys, sharding, ranks)[:, : index_k.shape[1]]
@@ -112,11 +119,11 @@ class Target(NamedTuple):
 
     def of(self, row: int, strip: Segment, later: Tensor) -> tuple[Tensor, Tensor]:
         """t and whether it counts, [n, keys] both, of a strip of queries of a row; later: keys after the query."""
-        at, (k, _) = slice(strip.row, strip.row + strip.length), self.keys.before(strip)
+        at, (k, numbers, _) = slice(strip.row, strip.row + strip.length), self.keys.before(strip)
         hidden = later
         if self.selected is not None:
             chosen, count = self.selected[row, at].long(), later.shape[1]
-            chosen = chosen.masked_fill((chosen < 0) | (chosen >= count), count)
+            chosen = torch.searchsorted(numbers, chosen).masked_fill(chosen < 0, count)
             seen = later.new_zeros(len(later), count + 1).scatter_(1, chosen, True)
             hidden = later | ~seen[:, :count]
         dtype = state_dtype(self.q.dtype)
@@ -139,22 +146,22 @@ class Index(NamedTuple):
     epsilon: float
 
     def divergence(
-        self, target: Target, queries: tuple[Segment, ...], backward: bool
+        self, target: Target, queries: tuple[Segment, ...], weights: Tensor, backward: bool
     ) -> tuple[Tensor, list[Tensor] | None]:
-        """The sum of (17) over these queries, and its gradients by q, weights and the keys in their order, in fp32."""
-        q, weights = self.q, self.weights
+        """The sum of (17) over these queries, times their weights, and its gradients by q, the index's weights and the
+        keys in their order, in fp32."""
+        q = self.q
         loss = torch.zeros((), dtype=torch.float64, device=q.device)
-        dq, dweights = (torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (q, weights))
+        dq, dweights = (torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in (q, self.weights))
         dk = torch.zeros((len(q), len(self.keys.source), q.shape[-1]), device=q.device)
         for strip in strips(queries):
-            at, (k, numbers) = slice(strip.row, strip.row + strip.length), self.keys.before(strip)
-            later = numbers > torch.arange(strip.pos, strip.pos + strip.length, device=q.device)[:, None]
+            at, (k, _, later) = slice(strip.row, strip.row + strip.length), self.keys.before(strip)
             for row in range(len(q)):
-                of_row = q[row, at], weights[row, at], k[row], self.scale
+                of_row, factor = (q[row, at], self.weights[row, at], k[row], self.scale), weights[row, at, None]
                 terms, dscores = self._compare(index_scores(*of_row), *target.of(row, strip, later))
-                loss += terms.sum(dtype=torch.float64)
+                loss += (terms * factor).sum(dtype=torch.float64)
                 if backward:
-                    dq[row, at], dweights[row, at], more = index_scores_bwd(dscores, *of_row)
+                    dq[row, at], dweights[row, at], more = index_scores_bwd(dscores * factor, *of_row)
                     dk[row, self.keys.place(strip)] += more
         return loss.float(), [dq, dweights, dk] if backward else None
 

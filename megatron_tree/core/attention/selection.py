@@ -30,7 +30,7 @@ from .. import comm, kernels
 from ..config import SELECT_SCHEDULES, TreeConfig, check_choice, check_positive, integer
 from ..duals import check_tangents
 from ..kernels import KVCache, index_scores
-from ..layout import Dispatched, Layout, Segment, Sharding, TreeRun
+from ..layout import Dispatched, Layout, Segment, Sharding, TreeRun, tree_of_blocks
 from ..layout import positions_of as positions_of_rows
 from ..log import say_once
 from ..merge import NO_ENTRY, ListReducer, positions_of, ranked
@@ -87,7 +87,7 @@ def tree_select_func(
         cp_group: the ranks over which the sequence is sharded, a process group or 1-D DeviceMesh; None for one rank.
         softmax_scale: factor of the products of index_q and index_k.
         layout: as in `tree_attn_func`; packed documents as a layout from `dispatch_documents` or `packed_layout`; of
-            `dispatch_prefix_tree`: a query sees keys among the tokens before it in its rows.
+            `dispatch_prefix_tree`: a query sees keys among the tokens before it in its rows, and whole blocks of them.
         block_size: index_k [b, n, d_i] are keys of complete blocks of so many tokens, which lie as
             `layout.blocks(block_size)` of a `Dispatched` layout; a query sees those that end up to its position.
         blocks: select whole blocks of tokens; their keys are made of index_k on every rank.
@@ -102,29 +102,25 @@ def tree_select_func(
     with ranks.call("tree_select_func") as call:
         of_blocks = check_positive("block_size", block_size) is not None
         check_index(index_q, index_weights, index_k, topk, softmax_scale, cached=of_blocks)
-        sharding, tree = sharding_of(index_q, "index_q", ranks, layout), getattr(layout, "tree", ())
-        if tree:
-            sharding = dataclasses.replace(sharding, layout=layout.by_run)
-        if (blocks is not None or of_blocks) and tree:
-            raise ValueError("blocks can't be selected in a prefix tree, which parts within them: pass the rows apart")
+        sharding, tree = by_run(sharding_of(index_q, "index_q", ranks, layout))
+        tree_of_blocks(tree, block_size or (1 if blocks is None else blocks.size))  # raises where it parts within one
         of_keys = sharding
         if of_blocks and blocks is not None:
             raise ValueError(f"block_size={block_size} says that index_k is of blocks already: leave blocks out")
         if of_blocks:
             if not isinstance(layout, Dispatched):
                 raise ValueError(f"block_size={block_size} needs a Dispatched layout, not {layout!r}")
-            of_keys = sharding_of(index_k, "index_k", ranks, layout.blocks(block_size))
+            of_keys, _ = by_run(sharding_of(index_k, "index_k", ranks, layout.blocks(block_size)))
         b, _, h, d = index_q.shape
         call.agree(
             batch=b, heads=h, dim=d, topk=topk, seq_len=sharding.seq_len, layout=str(layout), scale=softmax_scale,
             dtype=index_k.dtype, block=block_size if blocks is None else blocks.size, config=config,
         )  # fmt: skip
         keys = KeysInOrder.gathered(index_k, of_keys, ranks, tree, block_size or 1)
-    queries = _segments(sharding, tree, (ranks.rank,))
+    queries = segments_of(sharding, tree, 1, (ranks.rank,))
     if blocks is not None:
         keys = keys.in_blocks(blocks)
-    lengths = [run.depth + run.length for run in tree] or getattr(layout, "lengths", (sharding.seq_len,))
-    wanted = min(topk, max(lengths, default=0) // keys.size)
+    wanted = min(topk, getattr(layout, "longest", sharding.seq_len) // keys.size)
     if of_blocks:
         return positions_of(_lists(index_q, index_weights, keys, queries, wanted, softmax_scale)).to(torch.int32)
     return _select(index_q, index_weights, keys, queries, wanted, softmax_scale)
@@ -184,7 +180,7 @@ def tree_select_prefill(
             asked = ranks.gather_rows(asked, lengths).transpose(0, 1)
             asked, keys = asked.split((h * d, h), -1), KeysInOrder(rows, segments[chunk.rank], block_size)
             lists = _lists(asked[0].unflatten(-1, (h, d)), asked[1], keys, _in_order(shares), wanted, softmax_scale)
-            return _tokens(_merged(lists, lengths, ranks), queries, block_size)
+            return selected_tokens(positions_of(_merged(lists, lengths, ranks)), queries, block_size)
         keys = ranks.gather_rows(rows, counts)
     keys = KeysInOrder(keys, _one_after_another(segments, counts), block_size)
     return _select(index_q, index_weights, keys, queries, wanted, softmax_scale)
@@ -244,7 +240,8 @@ def _select(
     q: Tensor, weights: Tensor, keys: KeysInOrder, queries: Sequence[Segment], wanted: int, scale: float
 ) -> Tensor:
     """int32 [b, n, m]: positions of the tokens that these queries select with `wanted` keys."""
-    return _tokens(_lists(q, weights, keys, queries, wanted, scale), queries, keys.size)
+    numbers = positions_of(_lists(q, weights, keys, queries, wanted, scale))
+    return selected_tokens(numbers, queries, keys.size, keys.tree)
 
 
 def _lists(
@@ -253,9 +250,7 @@ def _lists(
     """int64 [b, n, wanted]: the best of these keys for each query, as `merge.ranked` entries, then `NO_ENTRY`."""
     lists = torch.full((*q.shape[:2], wanted), NO_ENTRY, device=q.device)
     for strip in strips(queries):
-        at, (k, numbers) = slice(strip.row, strip.row + strip.length), keys.before(strip)
-        own = torch.arange(strip.pos, strip.pos + strip.length, device=k.device)
-        later = (numbers + 1) * keys.size > own[:, None] + 1
+        at, (k, numbers, later) = slice(strip.row, strip.row + strip.length), keys.before(strip)
         for i in range(len(q)):
             entries = ranked(index_scores(q[i, at], weights[i, at], k[i], scale), numbers)
             best = entries.masked_fill_(later, NO_ENTRY).topk(min(wanted, k.shape[1])).values
@@ -263,22 +258,39 @@ def _lists(
     return lists
 
 
-def _tokens(lists: Tensor, queries: Sequence[Segment], size: int) -> Tensor:
-    """int32 [b, n, m]: positions of the tokens of selected keys, and of those after the last block."""
-    tokens = tokens_of_blocks(positions_of(lists), size)
-    own = positions_of_rows(queries, lists.shape[1], device=lists.device)
-    after = tokens_after_blocks(own, size).expand(len(lists), -1, -1)
-    return torch.cat((tokens, after), -1).to(torch.int32)
+def selected_tokens(blocks: Tensor, queries: Sequence[Segment], size: int, tree: Sequence[TreeRun] = ()) -> Tensor:
+    """int32 [b, n, m * size + size - 1]: positions of the tokens of selected blocks int64 [b, n, m], and of those after
+    the last block.
+
+    tree: of a prefix tree, in whose packed row blocks and tokens are counted; queries are at positions in its rows.
+    """
+    tokens, own = tokens_of_blocks(blocks, size), positions_of_rows(queries, blocks.shape[1], device=blocks.device)
+    after = tokens_after_blocks(own, size)
+    if tree and size > 1:
+        starts, of_blocks = (_starts(runs) for runs in (tree, tree_of_blocks(tree, size)))
+        more = [torch.full((run.length // size,), a - size * n) for run, a, n in zip(tree, starts, of_blocks)]
+        more = torch.cat(more).to(blocks.device)[blocks].repeat_interleave(size, -1)
+        tokens = torch.where(tokens < 0, -1, tokens + more)
+        in_packed = [s._replace(pos=starts[s.seq] + s.pos - tree[s.seq].depth) for s in queries]
+        shift = positions_of_rows(in_packed, len(own), device=own.device) - own
+        after = torch.where(after < 0, -1, after + shift[:, None])
+    return torch.cat((tokens, after.expand(len(blocks), -1, -1)), -1).to(torch.int32)
+
+
+def _starts(tree: Sequence[TreeRun]) -> list[int]:
+    """The first row of each run in the packed row."""
+    return [*itertools.accumulate((run.length for run in tree[:-1]), initial=0)]
 
 
 class KeysInOrder:
     """Keys [rows, b, d] of all ranks, or of one, in the order of documents and positions; of tokens, or of blocks of
     `size` tokens.
 
-    segments: where they are, in keys. parents: of a prefix tree, whose runs are documents: those before each, or -1.
+    segments: where they are, in keys. tree: the runs of a prefix tree, in tokens: documents, at their positions in the
+    tree's rows.
     """
 
-    def __init__(self, rows: Tensor, segments: Sequence[Segment], size: int = 1, parents: Sequence[int] = ()):
+    def __init__(self, rows: Tensor, segments: Sequence[Segment], size: int = 1, tree: Sequence[TreeRun] = ()):
         order = sorted(segments, key=lambda s: (s.seq, s.pos))
         at = [torch.arange(s.row, s.row + s.length, device=rows.device) for s in order]
         self.source = torch.cat(at) if at else torch.arange(len(rows), device=rows.device)
@@ -288,7 +300,10 @@ class KeysInOrder:
         self._numbers = torch.cat(parts) if parts else torch.arange(0, device=rows.device)
         self._documents: dict[int, tuple[int, int]] = {}
         """First row and rows."""
-        self.size, self._parents, first = size, parents, 0
+        self.size, self.tree, first = size, tree, 0
+        of_blocks = tree_of_blocks(tree, size)
+        self._shifts = [start - run.depth for start, run in zip(_starts(of_blocks), of_blocks)]
+        """From numbers in a row of the tree to those in the packed row."""
         for s in order:
             start, length = self._documents.get(s.seq, (first, 0))
             self._documents[s.seq] = start, length + s.length
@@ -301,39 +316,49 @@ class KeysInOrder:
         """Of x [b, s/p, d] of every rank; tree: the runs of a prefix tree; size: of blocks. Collective."""
         rows = x.transpose(0, 1)
         padded = torch.cat((rows, rows.new_zeros(sharding.rows - len(rows), *rows.shape[1:])))
-        segments = _segments(sharding, tree, *((r,) for r in range(ranks.size)))
-        return cls(ranks.gather(padded), segments, size, [run.parent for run in tree])
+        segments = segments_of(sharding, tree, size, *((r,) for r in range(ranks.size)))
+        return cls(ranks.gather(padded), segments, size, tree)
 
     def in_blocks(self, blocks: Blocks) -> KeysInOrder:
         """The keys of the tokens' complete blocks."""
         parts, segments, at = [], [], 0
         for document, (start, length) in self._documents.items():
-            count = length // blocks.size
+            count, first = length // blocks.size, self.tree[document].depth if self.tree else 0
             tokens = self._rows[:, start : start + count * blocks.size].unflatten(1, (count, blocks.size))
-            parts.append(blocks.key(tokens, torch.arange(count, device=tokens.device) * blocks.size))
-            segments.append(Segment(at, 0, count, document))
+            parts.append(blocks.key(tokens, first + torch.arange(count, device=tokens.device) * blocks.size))
+            segments.append(Segment(at, first // blocks.size, count, document))
             at += count
-        return KeysInOrder(torch.cat(parts or [self._rows[:, :0]], 1).transpose(0, 1), segments, blocks.size)
+        keys = torch.cat(parts or [self._rows[:, :0]], 1).transpose(0, 1)
+        return KeysInOrder(keys, segments, blocks.size, self.tree)
 
-    def before(self, queries: Segment) -> tuple[Tensor, Tensor]:
-        """[b, n, d], int64 [n]: the keys of these queries' document up to the last of them, in a tree with those of the
-        runs before, and their numbers."""
-        parts, seq, end = [], queries.seq, (queries.pos + queries.length) // self.size
+    def before(self, queries: Segment) -> tuple[Tensor, Tensor, Tensor]:
+        """[b, n, d], int64 [n], bool [queries, n]: the keys of these queries' document up to the last of them, in a
+        tree with those of the runs before; their numbers, in a tree those in the packed row; and which of them come
+        after a query."""
+        parts = []
+        for seq, start, count in self._spans(queries):
+            numbers = self._numbers[start : start + count]
+            shift = self._shifts[seq] if self.tree else 0
+            parts.append((self._rows[:, start : start + count], numbers, numbers + shift))
+        if len(parts) > 1:
+            parts = [tuple(torch.cat(x, dim) for x, dim in zip(zip(*parts), (1, 0, 0)))]
+        rows, numbers, in_packed = parts[0]
+        own = torch.arange(queries.pos, queries.pos + queries.length, device=rows.device)
+        return rows, in_packed, (numbers + 1) * self.size > own[:, None] + 1
+
+    def _spans(self, queries: Segment) -> list[tuple[int, int, int]]:
+        """(document, first key, keys) of what these queries see, in the order of positions."""
+        spans, seq, end = [], queries.seq, (queries.pos + queries.length) // self.size
         while seq >= 0:
             start, length = self._documents.get(seq, (0, 0))
-            numbers = self._numbers[start : start + length]
-            count = int((numbers < end).sum())
-            parts.append((self._rows[:, start : start + count], numbers[:count]))
-            seq = self._parents[seq] if self._parents else -1
-        if len(parts) == 1:
-            return parts[0]
-        rows, numbers = zip(*reversed(parts))
-        return torch.cat(rows, 1), torch.cat(numbers)
+            spans.append((seq, start, int((self._numbers[start : start + length] < end).sum())))
+            seq = self.tree[seq].parent if self.tree else -1
+        return spans[::-1]
 
-    def place(self, queries: Segment) -> slice:
-        """Where the keys of `before` are in this order, of a whole document's tokens."""
-        start, _ = self._documents[queries.seq]
-        return slice(start, start + queries.pos + queries.length)
+    def place(self, queries: Segment) -> Tensor:
+        """int64: where the keys of `before` are in this order."""
+        spans = [torch.arange(a, a + n, device=self.source.device) for _, a, n in self._spans(queries)]
+        return torch.cat(spans)
 
 
 def strips(segments: Sequence[Segment]) -> Iterator[Segment]:
@@ -346,10 +371,19 @@ def strips(segments: Sequence[Segment]) -> Iterator[Segment]:
             first += count
 
 
-def _segments(sharding: Sharding, tree: Sequence[TreeRun], *holders: tuple[int, ...]) -> tuple[Segment, ...]:
-    """Segments of these holders' shards one after another; of a tree's runs at positions in the packed row."""
+def by_run(sharding: Sharding) -> tuple[Sharding, tuple[TreeRun, ...]]:
+    """A prefix tree with its runs as documents, and the runs; any other sharding as it is, and none."""
+    tree = getattr(sharding.layout, "tree", ())
+    return dataclasses.replace(sharding, layout=sharding.layout.by_run) if tree else sharding, tree
+
+
+def segments_of(
+    sharding: Sharding, tree: Sequence[TreeRun], size: int, *holders: tuple[int, ...]
+) -> tuple[Segment, ...]:
+    """Segments of these holders' shards, of blocks of `size` tokens, one after another; of a tree's runs at positions
+    in its rows."""
     segments = sharding.segments(*holders)
-    return tuple(s._replace(pos=sharding.layout.starts[s.seq] + s.pos) for s in segments) if tree else segments
+    return tuple(s._replace(pos=tree[s.seq].depth // size + s.pos) for s in segments) if tree else segments
 
 
 def check_index(q: Tensor, weights: Tensor, k: Tensor, topk: int, scale: float, *, cached: bool = False) -> None:

@@ -1,7 +1,7 @@
 """Which rank holds which tokens: layouts, positions, and the segments that kernels work on."""
 
 from .dispatch import spread_documents, spread_tree
-from .documents import Dispatched, Packed, ReadOnce, TreeRun, document_bounds, packed_layout
+from .documents import Dispatched, Packed, ReadOnce, TreeRun, document_bounds, packed_layout, tree_of_blocks
 from .segments import Segment, by_document, in_chunks, join, positions_of, sequences_of, visible_rows
 from .shards import (
     LAYOUTS,
@@ -53,5 +53,6 @@ __all__ = [
     "shard_segments",
     "spread_documents",
     "spread_tree",
+    "tree_of_blocks",
     "visible_rows",
 ]

@@ -112,6 +112,15 @@ class _Documents:
                 first, row = first + rows, row + rows
         return join(pieces)
 
+    def in_rows(self, rank: int, world: int) -> tuple[Segment, ...]:
+        """The same; of a prefix tree the parts of its runs, at their positions in its rows."""
+        return self.segments(rank, world)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document, or of a prefix tree's longest row."""
+        return max(self.lengths, default=0)
+
     def source(self, rank: int, world: int) -> tuple[Segment, ...]:
         """The rank's rows that hold a row of the packed sequence, padding too; positions are those rows."""
         row, segments = 0, []
@@ -216,7 +225,10 @@ class Dispatched(_Documents):
 
     def blocks(self, size: int) -> Dispatched:
         """The complete blocks of `size` tokens of every document, each on the rank that has its last token: one row a
-        block."""
+        block. Those of a tree's runs are a tree.
+
+        Raises: ValueError for a tree whose rows part within a block.
+        """
         return _blocks(self, size)
 
     def runs(self, rank: int, world: int) -> tuple[Run, ...]:
@@ -228,16 +240,48 @@ class Dispatched(_Documents):
         lengths = tuple(run.length for run in self.tree)
         return Dispatched(lengths, lengths, self.shares, self.num_rows)
 
+    def in_rows(self, rank: int, world: int) -> tuple[Segment, ...]:
+        if not self.tree:
+            return super().in_rows(rank, world)
+        return tuple(s._replace(pos=self.tree[s.seq].depth + s.pos) for s in self.by_run.segments(rank, world))
+
+    @property
+    def longest(self) -> int:
+        return max((run.depth + run.length for run in self.tree), default=super().longest)
+
+    @cached_property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """For every run of the tree the tokens of the packed row that a row has up to the run's end."""
+        paths: list[tuple[int, ...]] = []
+        for first, run in zip(self.by_run.starts, self.tree):
+            before = () if run.parent < 0 else paths[run.parent]
+            paths.append((*before, *range(first, first + run.length)))
+        return tuple(paths)
+
 
 @lru_cache(maxsize=64)  # every layer asks
 def _blocks(layout: Dispatched, size: int) -> Dispatched:
-    counts = tuple(n // size for n in layout.lengths)
+    tree, documents = tree_of_blocks(layout.tree, size), layout.by_run if layout.tree else layout
+    counts = tuple(n // size for n in documents.lengths)
     starts, shares = (0, *itertools.accumulate(counts)), []
     for rank in range(len(layout.shares)):
-        segments = layout.segments(rank, len(layout.shares))
+        segments = documents.segments(rank, len(layout.shares))
         bounds = ((s.seq, s.pos // size, (s.pos + s.length) // size) for s in segments)
         shares.append(tuple((starts[seq] + first, end - first) for seq, first, end in bounds if first < end))
-    return Dispatched(counts, counts, tuple(shares), max(sum(n for _, n in share) for share in shares))
+    num_rows = max(sum(n for _, n in share) for share in shares)
+    if layout.tree:
+        counts = (starts[-1],)
+    return Dispatched(counts, counts, tuple(shares), num_rows, tree)
+
+
+def tree_of_blocks(tree: Sequence[TreeRun], size: int) -> tuple[TreeRun, ...]:
+    """The runs of a tree, in blocks of `size` tokens. Raises ``ValueError`` if rows part within a block."""
+    if cut := next((run.depth for run in tree if run.depth % size), 0):
+        raise ValueError(
+            f"rows of the prefix tree part after {cut} tokens, within a block of {size}: call prefix_tree(rows, "
+            f"block_size={size})"
+        )
+    return tuple(run._replace(length=run.length // size, depth=run.depth // size) for run in tree)
 
 
 @checked

@@ -1,7 +1,8 @@
 """Rows that begin alike as one packed row: a tree of tokens, in which every shared prefix is stored once.
 
-A token of the packed row predicts one next token. So rows share a token if they agree up to the token *after* it, and
-the last token before they part is stored once for each way on (docs/prefix-trees.md).
+A token of the packed row predicts one next token, or several by multi-token prediction. So rows share a token if they
+agree up to the last one that it predicts, and the tokens before they part are stored once for each way on
+(docs/prefix-trees.md).
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class PrefixTree:
     row_weights: Tensor
     """fp32 [n, s]: the weight of the token after each, 0 for a row's last one."""
     branches: tuple[Branch, ...] = field(repr=False)
+    num_predicted: int = 1
+    """Rows that share a token agree in so many after it."""
 
     def ranges(self, window: int | None = None, chunk: int | None = None) -> tuple[AttnSlice, ...]:
         """The mask for `tree_attn_func(ranges=)`: a token sees those before it in its rows, and itself; of these the
@@ -105,7 +108,12 @@ class PrefixTree:
 
 @checked
 def prefix_tree(
-    rows: Sequence | Tensor, *, weights: Sequence | Tensor | None = None, min_shared: int = 1
+    rows: Sequence | Tensor,
+    *,
+    weights: Sequence | Tensor | None = None,
+    min_shared: int = 1,
+    num_predicted: int = 1,
+    block_size: int = 1,
 ) -> PrefixTree:
     """Pack rows so that the prefixes that they share are computed once. No communication.
 
@@ -117,14 +125,20 @@ def prefix_tree(
             mask. Of a row's first token it is not used. Default: 1.
         min_shared: a run of tokens between two places where rows part is stored for each of them if it is shorter: a
             place costs slices of the mask. Prefixes of at least so many tokens are shared.
+        num_predicted: how many tokens the model predicts of each: 1, and one more for each layer of multi-token
+            prediction. Before they part, rows have so many tokens each for itself.
+        block_size: tokens of the model's blocks, or a common multiple. Rows part between blocks of so many tokens, so
+            that every block is of one row, or shared: each row has the tokens of the block in which it parts.
     Returns: the tree, on the CPU; `to(device)` moves it.
     Raises: ValueError for no rows, empty ones, ids that are no integers, and weights of other lengths.
     """
     check_positive("min_shared", min_shared)
+    check_positive("num_predicted", num_predicted)
+    check_positive("block_size", block_size)
     ids = [_ids(i, row) for i, row in enumerate(rows)]
     if not ids:
         raise ValueError("rows has no row: pass at least one")
-    branches, row_index = _placed(ids, min_shared)
+    branches, row_index = _placed(ids, min_shared, num_predicted, block_size)
     lengths = torch.tensor([len(row) for row in ids])
     at, longest = torch.arange(row_index.shape[1]), row_index.shape[1]
     tokens = torch.zeros(len(ids), longest, dtype=torch.int64)
@@ -144,17 +158,20 @@ def prefix_tree(
     sums = torch.zeros(num_tokens).index_add(0, row_index[there], row_weights[there])
     packed = dict(input_ids=ids_of, position_ids=positions, labels=labels, weights=sums)
     tensors = {name: x[None] for name, x in packed.items()} | dict(row_index=row_index, row_weights=row_weights)
-    return PrefixTree(**tensors, branches=branches)
+    return PrefixTree(**tensors, branches=branches, num_predicted=num_predicted)
 
 
-def _placed(rows: list[list[int]], min_shared: int) -> tuple[tuple[Branch, ...], Tensor]:
+def _placed(
+    rows: list[list[int]], min_shared: int, num_predicted: int, block_size: int
+) -> tuple[tuple[Branch, ...], Tensor]:
     """The tree's branches, and `row_index`."""
     order = sorted(range(len(rows)), key=rows.__getitem__)
     longest = max(map(len, rows))
     row_index = torch.full((len(rows), longest), -1)
     # a row that others begin with is followed by one of them, and lies in it
     ends = [i for i, j in itertools.pairwise([*order, None]) if j is None or rows[j][: len(rows[i])] != rows[i]]
-    shared = [0] + [max(0, _num_alike(rows[i], rows[j]) - 1) for i, j in itertools.pairwise(ends)]
+    alike = [_num_alike(rows[i], rows[j]) for i, j in itertools.pairwise(ends)]
+    shared = [0] + [max(0, n - num_predicted) // block_size * block_size for n in alike]
     of_ends = torch.full((len(ends), longest), -1)
     branches = _grown([len(rows[i]) for i in ends], shared, of_ends, min_shared)
     which = 0

@@ -142,10 +142,10 @@ def shard_positions(seq_len: int, rank: int, world: int, layout: Layout = "zigza
 
 @checked
 def document_positions(layout: Packed | Dispatched, rank: int, world: int, *, device=None) -> Tensor:
-    """int64 [tokens of this rank]: the position of every row within its document, 0 for padding. For position_ids and
-    rotary embeddings."""
+    """int64 [tokens of this rank]: the position of every row within its document, in a prefix tree within its rows, 0
+    for padding. For position_ids and rotary embeddings."""
     check_layout(layout, world)
-    return positions_of(layout.segments(rank, world), layout.rows(world), device=device, padding=0)
+    return positions_of(layout.in_rows(rank, world), layout.rows(world), device=device, padding=0)
 
 
 def documents_over(lengths: tuple[int, ...], padded: tuple[int, ...], world: int, layout: str = "zigzag") -> Dispatched:

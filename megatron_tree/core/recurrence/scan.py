@@ -202,10 +202,10 @@ def chains_of(seq_len: int, world: int, layout: Layout) -> Chains:
     """The chains of a sequence. Raises ``ValueError`` where the layout can't cut it."""
     shard_lengths(seq_len, world, layout)
     tree = layout.tree if isinstance(layout, Dispatched) else ()
-    cut, documents = layout.by_run if tree else layout, {}
-    segments = tuple(shard_segments(seq_len, rank, world, cut) for rank in range(world))
-    if tree:  # at their positions in the tree's rows
-        segments = tuple(tuple(s._replace(pos=tree[s.seq].depth + s.pos) for s in of_rank) for of_rank in segments)
+    documents = {}
+    segments = tuple(
+        layout.in_rows(rank, world) if tree else shard_segments(seq_len, rank, world, layout) for rank in range(world)
+    )
     for rank, of_rank in enumerate(segments):
         for index, segment in enumerate(of_rank):
             documents.setdefault(segment.seq, []).append(((rank, index), segment))

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...core import comm
@@ -44,6 +45,10 @@ class TreePackedSeqParams(PackedSeqParams):
     layout: Dispatched | None = None
     prefix_tree: PrefixTree | None = field(default=None, repr=False)
     """Of which the batch is; the layout has one document then."""
+    times: Tensor | None = field(default=None, repr=False)
+    """fp32 [1, rows of this rank]: how many rows of the tree have each token, and one after it, which they predict."""
+    num_tokens: int = 0
+    """Such tokens of all rows."""
     positions: Tensor | None = field(default=None, repr=False)
     """int64 [rows of this rank]: positions for the rotary embedding; None: those in the whole sequence."""
     embedded: bool = False
@@ -189,11 +194,14 @@ def _dispatch_tree(
             "takes none of these"
         )
     layout = dispatch_prefix_tree(tree, group, multiple_of=multiple_of)
-    labels = tree.labels.clamp(min=0)  # -100 has weight 0
+    labels = torch.zeros_like(tree.input_ids)  # also where they have weight 0: tokens before may predict them, too
+    followed = F.pad(tree.row_index[:, 1:] >= 0, (0, 1))
+    labels[:, tree.row_index[followed]] = tree.input_ids[:, tree.row_index[followed.roll(1, 1)]]
     tensors = dict(tokens=tree.input_ids, labels=labels, loss_mask=tree.weights, position_ids=tree.position_ids)
     share = {name: shard_sequence(x, group, 1, layout) for name, x in tensors.items()}
     packed = TreePackedSeqParams.of(layout, share["position_ids"][0], labels.device, group)
-    packed.prefix_tree = tree
+    packed.prefix_tree, packed.num_tokens = tree, int(followed.sum())
+    packed.times = shard_sequence(tree.sum_of_rows(followed.float()), group, 1, layout)
     return {**{name: x for name, x in batch.items() if name != "prefix_tree"}, **share}, packed
 
 
@@ -241,24 +249,31 @@ def _refuse(module: Any, packed: TreePackedSeqParams | None = None) -> None:
         )
 
 
-def _refuse_tree(model: Any) -> None:
-    reason, refused, number = None, model, getattr(getattr(model, "config", None), "mtp_num_layers", None)
+def _check_tree(model: Any, tree: PrefixTree, labels: Any, loss_mask: Any) -> None:
+    """Raise a ValueError for positions that a tree has not, and where multi-token prediction would miss its labels or
+    their weights."""
     if getattr(model, "position_embedding_type", None) == "mrope":
-        reason = "multimodal positions (position_embedding_type='mrope')"
-    elif number:
-        reason = f"mtp_num_layers={number}, which predict tokens after rows have parted"
-    elif indexed := next((module for module in model.modules() if hasattr(module, "indexer")), None):
-        reason, refused = "an index, whose loss is of whole rows", indexed
-    if reason:
         raise ValueError(
-            f"{type(refused).__name__} has {reason}: it takes no prefix_tree. Pack the rows as documents "
-            "(dispatch_batch with cu_seqlens)"
+            f"{type(model).__name__} has multimodal positions (position_embedding_type='mrope'): it takes no "
+            "prefix_tree. Pack the rows as documents (dispatch_batch with cu_seqlens)"
+        )
+    number = getattr(getattr(model, "config", None), "mtp_num_layers", None) or 0
+    if tree.num_predicted <= number:
+        raise ValueError(
+            f"mtp_num_layers={number}, and a prefix_tree with num_predicted={tree.num_predicted}: rows would share "
+            f"tokens after which they part too soon. Call prefix_tree(rows, num_predicted={1 + number})"
+        )
+    if number and labels is not None and not (isinstance(loss_mask, Tensor) and loss_mask.is_floating_point()):
+        raise ValueError(
+            f"mtp_num_layers={number}, and a prefix_tree whose loss_mask the model has not got as floating-point "
+            "numbers: pass loss_mask=batch['loss_mask'], the weights of the labels, to the model"
         )
 
 
 class _RollByLayout:
-    """Megatron's `roll_tensor`, by which tokens and labels move forward for multi-token prediction; of a batch with a
-    layout by that."""
+    """Megatron's `roll_tensor`, by which tokens, labels and loss mask move forward for multi-token prediction; of a
+    batch with a layout by that. Where rows of a prefix tree part, the tokens after a shared one are the same, and its
+    weight is the sum of theirs."""
 
     def __init__(self, roll_tensor: Any):
         self._roll_tensor = roll_tensor
@@ -268,8 +283,10 @@ class _RollByLayout:
         if not isinstance(packed, TreePackedSeqParams):
             return self._roll_tensor(tensor, *args, **kwargs)
         group = compat.group_of_batch(packed, kwargs.get("cp_group"))
-        rolled = tree_shift(tensor.flatten(0, -2), cp_group=group, layout=packed.layout).view_as(tensor)
-        return rolled, rolled.sum()
+        options = dict(cp_group=group, layout=packed.layout, sums=tensor.is_floating_point())
+        rolled = tree_shift(tensor.flatten(0, -2), **options).view_as(tensor)
+        total = rolled.sum()
+        return rolled, total + (total == 0)  # Megatron divides by it, also on a rank that has a prompt's tokens only
 
 
 class _LaidOutEmbedding:
@@ -316,7 +333,7 @@ def _tell_embedding(module: Any) -> None:
             return None
         _refuse(module, packed)
         if packed.prefix_tree is not None:
-            _refuse_tree(module)
+            _check_tree(module, packed.prefix_tree, *map(call.arguments.get, ("labels", "loss_mask")))
         packed.embedded = True
         packed.show_to(compat.context_parallel_group(module))
         call.arguments["packed_seq_params"] = packed

@@ -113,23 +113,27 @@ class TreeDSAttention(TreeDotProductAttention):
         if up_v_weight is not None:
             out = torch.einsum("bshc,hdc->bshd", out, up_v_weight.to(out))
         out = out.transpose(0, 1).flatten(2)
-        return self._with_loss(out, index, q.detach(), k.detach(), options) if learns else out
+        return self._with_loss(out, index, q.detach(), k.detach(), packed_seq_params, options) if learns else out
 
-    def _with_loss(self, out: Tensor, index: list[Tensor], q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
+    def _with_loss(
+        self, out: Tensor, index: list[Tensor], q: Tensor, k: Tensor, packed: Any, options: dict[str, Any]
+    ) -> Tensor:
         """out, whose backward adds the gradient of the indexer's loss. options: of `tree_attn_func`."""
         layout, cp_group, config = options["layout"], options["cp_group"], self.config
         if not config.dsa_indexer_use_sparse_loss:
             options["selected"] = None
         head_group = self.tp_group if self.tp_group.size() > 1 else None
         of_loss = dict(head_group=head_group, epsilon=compat.index_epsilon())
-        divergence = tree_index_loss_func(*index, q, k, **options, **of_loss)
         count = len(q) * (q.shape[1] * comm.group_size(cp_group) if layout == "zigzag" else sum(layout.lengths))
+        if getattr(packed, "times", None) is not None:
+            of_loss["weights"], count = packed.times, packed.num_tokens
+        divergence = tree_index_loss_func(*index, q, k, **options, **of_loss)
         about = dict(coeff=config.dsa_indexer_loss_coeff, count=count, layer_number=self.layer_number)
         return compat.attach_index_loss(out, divergence, **about, config=config, cp_group=cp_group)
 
     def _where(self, query: Tensor, mask: Tensor | None, mask_type: Any, packed: Any) -> dict[str, Any]:
         """How the batch lies on the ranks, as the public functions take it. Raises ValueError for what is not causal,
-        packed in another way, or shares prefixes."""
+        or packed in another way."""
         group = compat.group_of_batch(packed, self.cp_group)
         mask_type = self.attn_mask_type if mask_type is None else mask_type
         where, (s, b) = dict(cp_group=group, layout="zigzag", config=self._config_over(group)), query.shape[:2]
@@ -138,11 +142,10 @@ class TreeDSAttention(TreeDotProductAttention):
             raise ValueError(f"attn_mask_type={mask_type} in a layer with DSA, which is causal: use causal")
         if packed is None:
             return where
-        if packed.qkv_format != "thd" or mask is not None or getattr(packed, "prefix_tree", None) is not None:
+        if packed.qkv_format != "thd" or mask is not None:
             raise ValueError(
-                f"packed_seq_params with qkv_format={packed.qkv_format!r}, attention_mask: {mask is not None}, "
-                f"prefix_tree: {getattr(packed, 'prefix_tree', None) is not None}: DSA takes documents in the format "
-                "'thd' without a mask and without shared prefixes"
+                f"packed_seq_params with qkv_format={packed.qkv_format!r}, attention_mask: {mask is not None}: DSA "
+                "takes documents in the format 'thd' without a mask"
             )
         check_cut(packed, group)
         check_rolled(packed, self.config)
@@ -155,7 +158,7 @@ class TreeDSAttention(TreeDotProductAttention):
         """Index queries [b, s, h, d], weights [b, s, h] and index keys [b, s, d] of this rank's tokens."""
         layout, ranks = where["layout"], comm.Ranks.of(where["cp_group"], query.device, self.tree_config)
         if isinstance(layout, (Packed, Dispatched)):
-            positions, length = document_positions(layout, ranks.rank, ranks.size), max(layout.lengths, default=1)
+            positions, length = document_positions(layout, ranks.rank, ranks.size), layout.longest
         else:
             length = len(query) * ranks.size
             positions = shard_positions(length, ranks.rank, ranks.size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from transformers.cache_utils import get_layer_types_and_kwargs
@@ -111,6 +112,13 @@ def num_heads_kv(config) -> int:
     if getattr(config, "kv_lora_rank", None) is not None or config.model_type == "deepseek_v4":
         return 1
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def size_of_blocks(config) -> int:
+    """Between how many tokens all layers of a model have a boundary of blocks; 1: none has blocks."""
+    text = config.get_text_config(decoder=True)
+    named = [getattr(text, family.block_size) for family in families_of(config).values() if family.block_size]
+    return math.lcm(*named, *(layer.block_size or 1 for layer in layers_of(config)))
 
 
 def attention_windows(config) -> dict[int, int | None]:

@@ -92,14 +92,14 @@ class ShardRun(LayerRun):
 
     @property
     def num_blocks(self) -> int:
-        """Of the longest document."""
-        return max(self.layout.lengths, default=0) // self.size
+        """Of the longest document or row."""
+        return self.layout.longest // self.size
 
     @property
     def segments(self) -> tuple[Segment, ...]:
         """This rank's."""
         group = self.options["cp_group"]
-        return self.layout.segments(group_rank(group), group_size(group))
+        return self.layout.in_rows(group_rank(group), group_size(group))
 
     def ends(self, device: torch.device) -> Tensor:
         """int64 [n]: this rank's rows that complete a block."""
@@ -123,8 +123,14 @@ class ShardRun(LayerRun):
         """Numbers of all blocks int32 [b, s_local, m] that end up to tokens [b, s_local, c]."""
         device = hidden_states.device
         own = positions_of(self.segments, hidden_states.shape[1], device=device)
-        numbers = torch.arange(self.num_blocks, dtype=torch.int32, device=device)
-        visible = numbers < ((own + 1) // self.size)[:, None]
+        numbers = places = torch.arange(self.num_blocks, dtype=torch.int32, device=device)
+        if self.layout.tree:
+            paths = self.layout.blocks(self.size).paths
+            numbers = numbers.repeat(len(own), 1)
+            for s in self.segments:
+                path = torch.tensor(paths[s.seq], dtype=torch.int32, device=device)
+                numbers[s.row : s.row + s.length, : len(path)] = path
+        visible = places < ((own + 1) // self.size)[:, None]
         return torch.where(visible, numbers, -1).expand(len(hidden_states), -1, -1)
 
 
@@ -289,13 +295,16 @@ def select(
 def attend(module, q: Tensor, k: Tensor, v: Tensor, shard: SequenceShard | None, options: dict) -> Tensor:
     """Attention of q [b, s_local, h, d] to the keys of tokens, which come first in k and v, and to compressed ones."""
     run, n = _current.get(), q.shape[1]
-    if shard is not None:
-        shard.used_by[module.layer_idx] = options["window_size"][0] + 1
     options |= run.options | {"layout": run.layout, "return_lse": True}
-    out, lse = tree_attn_func(q, k[:, :n], v[:, :n], causal=True, **options)
+    window, sinks = (options.pop(name) for name in ("window_size", "sinks"))
+    mask = {"causal": True, "window_size": window}
+    if shard is not None:
+        shard.used_by[module.layer_idx] = window[0] + 1
+        if shard.prefix_tree is not None:
+            mask = {"ranges": shard.prefix_tree.ranges(window[0] + 1)}
+    out, lse = tree_attn_func(q, k[:, :n], v[:, :n], sinks=sinks, **mask, **options)
     if run.selected is None:
         return out
-    del options["window_size"], options["sinks"]
     options |= {"selected": run.selected, "layout_kv": run.layout.blocks(run.size)}
     more, lse_more = tree_attn_func(q, k[:, n:], v[:, n:], causal=False, **options)
     total = torch.logaddexp(lse, lse_more)

@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ....core.attention.selection import Blocks, tokens_after_blocks, tokens_of_blocks
+from ....core.attention.selection import Blocks, selected_tokens
 from ....core.cache.attention import Index, Selection
-from ....core.layout import positions_of
 from ..infer.model_runs import last_update
 from ..train.batch_shards import SequenceShard, current_shard
 from .compressed import ShardRun
@@ -128,6 +127,4 @@ def _select_of_shard(index: Index, rows: Tensor, run: ShardRun) -> Tensor:
     pools = index.q.new_empty(*index.q.shape[:2], 0)
     if run.num_blocks:
         pools = run.select(index, index.blocks.key(run.tokens_of_blocks(rows, size, 0)[0], None))
-    own = positions_of(run.segments, rows.shape[1], device=rows.device)
-    after = tokens_after_blocks(own, size).expand(len(rows), -1, -1)
-    return torch.cat((tokens_of_blocks(pools.long(), size), after), -1).to(torch.int32)
+    return selected_tokens(pools.long(), run.segments, size, run.layout.tree)

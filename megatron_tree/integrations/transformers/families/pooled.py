@@ -25,8 +25,6 @@ from torch import Tensor, nn
 
 from ....core.attention.selection import Blocks, tree_select_func
 from ....core.cache.attention import Index, Selection
-from ....core.comm import group_rank, group_size
-from ....core.layout import shard_segments
 from ....core.recurrence.halo import tree_convolution
 from ..infer.model_runs import Update
 from ..train.batch_shards import SequenceShard, current_shard
@@ -127,7 +125,8 @@ def _new_index(module, hidden_states: Tensor, embeddings, mask: BlockMask, rotat
     heads, d = module.index_n_heads, module.index_head_dim
     q, keys = module.index_qk_proj(hidden_states).split((heads * d, d), -1)
     if not cached:
-        embeddings = mask.rotary().to(q.device)(hidden_states, _positions(mask, q.shape[1], q.device)[None])
+        positions = torch.arange(q.shape[1]) if mask.mask is None else mask.mask.positions
+        embeddings = mask.rotary().to(q.device)(hidden_states, positions.to(q.device)[None])
     cos, sin = embeddings
     q = rotate(module.q_layernorm(q.unflatten(-1, (heads, d))), cos=cos, sin=sin, unsqueeze_dim=2)
 
@@ -139,15 +138,6 @@ def _new_index(module, hidden_states: Tensor, embeddings, mask: BlockMask, rotat
     weights = torch.ones(q.shape[:3], device=q.device)
     blocks = Blocks(module.compress_ratio, block_key)
     return NewIndex(Index(q.float(), weights, d**-0.5, module.block_topk, blocks), keys)
-
-
-def _positions(mask: BlockMask, num_tokens: int, device) -> Tensor:
-    """int64 [n]: positions of this rank's tokens in their documents."""
-    where, positions = mask.where, torch.zeros(num_tokens, dtype=torch.int64, device=device)
-    world = group_size(where["cp_group"])
-    for s in shard_segments(num_tokens * world, group_rank(where["cp_group"]), world, where["layout"]):
-        positions[s.row : s.row + s.length] = torch.arange(s.pos, s.pos + s.length, device=device)
-    return positions
 
 
 def _options() -> dict | None:

@@ -36,8 +36,6 @@ class Family:
     """The option with the number of tokens of a block, each of which lies in one page of a cache."""
     not_captured: str = ""
     """Why a step can't be captured in a CUDA graph."""
-    not_in_trees: str = ""
-    """What rows that share their beginnings can't have."""
 
 
 def _has_latents(config) -> bool:
@@ -106,7 +104,6 @@ FAMILIES: dict[str, Family] = {
         block_size="indexer_compress_ratio",
         layer_types=("indexed_attention",),
         not_captured="layers with an index select keys, whose number on a rank depends on their scores",
-        not_in_trees="attention to blocks of keys that an index selects",
     ),
     # likewise, whose keys are made with gates, and attention makes its own mask: GLM-5.3
     "gated pools": Family(
@@ -121,7 +118,6 @@ FAMILIES: dict[str, Family] = {
         block_size="index_kpool",
         layer_types=("indexed_attention",),
         not_captured="layers with an index select keys, whose number on a rank depends on their scores",
-        not_in_trees="attention to blocks of keys that an index selects",
     ),
     # keys of compressed blocks of tokens beside those of a window: DeepSeek V4
     "compressed": Family(
@@ -134,7 +130,6 @@ FAMILIES: dict[str, Family] = {
         check=compressed.check_model,
         layer_types=("compressed_sparse_attention", "heavily_compressed_attention"),
         not_captured="blocks of tokens end at other steps in each row",
-        not_in_trees="keys of compressed blocks of tokens",
     ),
     # queries see their own chunk of positions: Llama 4 (chunked.py)
     "chunked": Family(

@@ -111,8 +111,6 @@ class SequenceShard:
     def positions(self) -> Tensor:
         """int64 [s / p]: of each token in its row or document."""
         group = self.cp_group
-        if self.prefix_tree is not None:
-            return shard_sequence(self.prefix_tree.position_ids[0], group, 0, self.documents)
         return document_positions(self.layout, group_rank(group), group_size(group), device=self.row_lengths.device)
 
     @functools.cached_property

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from ....core.attention.functional import tree_attn_func, tree_attn_varlen_func
 from ....core.comm import forward_in_step, outside_graphs
 from ....core.layout import PrefixTree
-from ..architectures import attention_windows
+from ..architectures import attention_windows, size_of_blocks
 from ..families.chunked import chunk_size, has_temperature, layout_in_chunks, with_temperature
 from ..families.images import attend_to_images, with_image_positions
 from ..families.mixers import find_mixers, run_on_shards
@@ -168,10 +168,13 @@ def _check_takes_tree(model, tree: PrefixTree) -> None:
     """Raise ``ValueError`` for a model that can't compute rows that share tokens as one packed row."""
     text, reason = model.config.get_text_config(decoder=True), None
     dropout = getattr(text, "attention_dropout", 0.0) or getattr(text, "attn_pdrop", 0.0)
-    lengths, rule = (tree.row_index >= 0).sum(1), rope_rule(text)
-    if refused := [family.not_in_trees for family in families_of(model.config).values() if family.not_in_trees]:
-        reason = refused[0]
-    elif dropout and model.training:
+    lengths, rule, size = (tree.row_index >= 0).sum(1), rope_rule(text), size_of_blocks(model.config)
+    if cut := next((branch.depth for branch in tree.branches if branch.depth % size), 0):
+        raise ValueError(
+            f"{type(model).__name__} has blocks of {size} tokens, and rows of the prefix_tree part after {cut}: call "
+            f"prefix_tree(rows, block_size={size})"
+        )
+    if dropout and model.training:
         reason = f"attention dropout={dropout}, for which ranges have no mask (set it to 0)"
     elif rule is not None and len(rule.representatives(lengths).unique()) > 1:
         reason = f"a rotary embedding that differs for rows of {int(lengths.min())} and {int(lengths.max())} tokens"
