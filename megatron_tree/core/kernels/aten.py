@@ -31,7 +31,7 @@ MOST_STRIP_ROWS = 768  # from there on strips of rows save less than their masks
 
 def unsupported(q, k, v, spec: AttnSpec, *, flowing_lse: bool, masked: bool, decodes: bool) -> str | None:
     """Why this backend can't take the call, or None if it can; see `kernels.choose`."""
-    if flowing_lse:
+    if flowing_lse and _on_gpu(q):
         return "a gradient that flows through lse"
     if spec.softcap:
         return "softcap"
@@ -190,6 +190,13 @@ def attn_bwd(
         for total, at, grad in zip((dq, dk, dv), (rows, cols, cols), grads):
             total[:, at] += grad
     return dq, dk, dv
+
+
+def attn_bwd_through_lse(dout, q, k, v, lse, delta, **call) -> tuple[Tensor, Tensor, Tensor]:
+    """`attn_bwd` where lse has a gradient, so that dout may be 0 where delta is not: v gets a column of zeros, and dout
+    one of ones, which changes no gradient and gives delta a place in `out_with_delta`."""
+    dq, dk, dv = attn_bwd(F.pad(dout, (0, 1), value=1.0), q, k, F.pad(v, (0, 1)), lse, delta, **call)
+    return dq, dk, dv[..., :-1]
 
 
 def _mask(block: Block, q: Tensor, spec: AttnSpec) -> Tensor | None:

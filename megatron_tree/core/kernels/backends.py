@@ -40,6 +40,8 @@ class Backend:
     module: ModuleType | Library | Decoder
     dual: bool = False
     """Whether it takes dual tensors: see `for_duals`."""
+    flowing_lse: bool = False
+    """As of `choose`."""
 
     def attn_fwd(
         self, q: Tensor, k: Tensor, v: Tensor, *, q_segments, k_segments, spec: AttnSpec, out_dtype=None, **selected
@@ -66,7 +68,8 @@ class Backend:
         `attn_fwd`; own and steps of leaves.py.
         Returns: dq [b, s_q, h, d], dk [b, s_k, h_kv, d], dv [b, s_k, h_kv, d_v] in fp32 (float64 for float64).
         """
-        derive = self.module.attn_bwd_jvp if self.dual else self.module.attn_bwd
+        through_lse = "_through_lse" * (self.flowing_lse and self.name == "aten")
+        derive = getattr(self.module, "attn_bwd_jvp" if self.dual else f"attn_bwd{through_lse}")
         if spec.ranges is not None:
             derive = functools.partial(ranges.attn_bwd, derive)
         call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec, **others)
@@ -169,7 +172,7 @@ def choose(
         what = _unsupported(backend, q, k, v, spec, **needs)
         if what:
             raise ValueError(f"backend={backend!r} can't take {what}: use backend='auto' or 'reference'")
-        return _chosen(backend, NAMED)
+        return _chosen(backend, NAMED, flowing_lse)
     refusals, first, why_first = [], (), "the fastest that was measured on this GPU"
     if q.device.type in ACCELERATORS:
         if decodes:  # flashinfer would wait for the GPU in every step
@@ -191,14 +194,14 @@ def choose(
                 "aten": f"torch's flash kernel takes {q.dtype} on {q.device.type}",
             }
             why = why_first if name in first else takes[name]
-            return _chosen(name, "; ".join([*refusals, why]))
+            return _chosen(name, "; ".join([*refusals, why]), flowing_lse)
         refusals.append(f"{name} can't take {what}")
-    return _chosen("reference", "; ".join(refusals))
+    return _chosen("reference", "; ".join(refusals), flowing_lse)
 
 
-def _chosen(name: str, reason: str) -> Backend:
+def _chosen(name: str, reason: str, flowing_lse: bool) -> Backend:
     say_once(f"attention backend {name}: {reason}")
-    return Backend(name, reason, _module(name))
+    return Backend(name, reason, _module(name), flowing_lse=flowing_lse)
 
 
 def _of_any_ranks(q, k, v, spec: AttnSpec, backend: str, needs: dict[str, bool]) -> Backend:
