@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextvars
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,7 +36,7 @@ class Tape(TorchDispatchMode):
 
     def __init__(self, run: Callable[[], Tensor]):
         super().__init__()
-        self._done: list[Callable | _Operation] = []
+        self._done: list[Callable] = []
         self._kept: list = []
         self._replays = 0
         token = _current.set(self)
@@ -47,7 +46,7 @@ class Tape(TorchDispatchMode):
         finally:
             _current.reset(token)
 
-    def add(self, again: Callable | _Operation) -> None:
+    def add(self, again: Callable) -> None:
         self._done.append(again)
 
     def replay(self) -> None:
@@ -73,26 +72,27 @@ class Tape(TorchDispatchMode):
         made = _now(out, after)
         self._kept.append(made)
         if func._schema.is_mutable:
-            self.add(_Operation(func, args, kwargs))
+            self.add(_Operation.of(func, args, kwargs))
         elif not after <= before:  # else it is the same memory
             self.add(_into(func, args, kwargs, made))
         return out
 
 
-class _Operation(NamedTuple):
-    """An operation of torch, whose results go where its arguments say."""
+class _Operation(functools.partial):
+    """A call of an operation of torch, whose results go where its arguments say."""
 
-    func: OpOverload
-    args: Sequence
-    kwargs: dict
+    overload: OpOverload
 
-    def __call__(self) -> None:
-        self.func._op(*self.args, **self.kwargs)
+    @classmethod
+    def of(cls, overload: OpOverload, args: Sequence, kwargs: dict) -> _Operation:
+        operation = cls(overload._op, *args, **kwargs)
+        operation.overload = overload
+        return operation
 
     def append_to(self, graph: torch._C.Graph) -> bool:
         """Whether a graph of TorchScript can have it; it is its last node then."""
-        schema, args = self.func._schema, self.args
-        args = [*args, *(self.kwargs.get(x.name, x.default_value) for x in schema.arguments[len(args) :])]
+        schema, args = self.overload._schema, self.args
+        args = [*args, *(self.keywords.get(x.name, x.default_value) for x in schema.arguments[len(args) :])]
         tensors = [x for x in args if isinstance(x, Tensor)]
         try:
             values = [_constant(graph, x, y.type, tensors) for x, y in zip(args, schema.arguments, strict=True)]
@@ -117,7 +117,7 @@ def _constant(graph: torch._C.Graph, x, kind: torch._C.JitType, others: list[Ten
     return graph.insertConstant(x)
 
 
-def _joined(done: list[Callable | _Operation]) -> Iterator[Callable]:
+def _joined(done: list[Callable]) -> Iterator[Callable]:
     """The same, where operations that follow one another are one function: TorchScript's interpreter takes a third of
     the time that a call from Python does."""
     graph = torch._C.Graph()
@@ -147,12 +147,12 @@ def _now(x, storages: set[int]):
 def _into(func, args, kwargs, made) -> Callable:
     """func(*args, **kwargs) again, into the memory of its results."""
     if func in _COPIES:  # their variants make a copy first
-        return _Operation(torch.ops.aten.copy_.default, (made, args[0]), {})
+        return _Operation.of(torch.ops.aten.copy_.default, (made, args[0]), {})
     results = [made] if isinstance(made, Tensor) else made
     if (variant := _out_variant(func)) is not None:
         names = [x.name for x in variant._schema.arguments if x.is_out]
         if len(names) == len(results):
-            return _Operation(variant, args, kwargs | dict(zip(names, results)))
+            return _Operation.of(variant, args, kwargs | dict(zip(names, results)))
 
     def again() -> None:
         new = func(*args, **kwargs)
