@@ -44,10 +44,14 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_replayed_steps_are_ordinary_steps(name, tapes):
+def test_replayed_steps_are_ordinary_steps(name, tapes, monkeypatch):
+    if name == "full":
+        monkeypatch.setattr(tape, "JOIN_AT", 1)
     it = Recorded(**CASES[name])
     assert rows_come_and_go(it, 20) <= (2e-2 if name == "bf16" else 1e-5)
     assert len(tapes) >= 3, "the pages have moved"
+    if name == "full":
+        assert not any(isinstance(done, tape._Operation) for x in tapes for done in x._done), "called from Python"
 
 
 @on_ranks(2)
@@ -65,7 +69,8 @@ def test_ranks_that_write_down_at_different_times(schedule, monkeypatch):
 
 @on_ranks(2)
 @pytest.mark.parametrize("weights", ["sharded", "replicated"])
-def test_generation(weights):
+def test_generation(weights, monkeypatch):
+    monkeypatch.setattr(tape, "JOIN_AT", 4)
     engine, found = share_model(tiny_model("llama"), weights=weights), []
     prompt = torch.randint(3, 60, (1, 19), generator=torch.Generator().manual_seed(4))
     for record in (False, True):
@@ -75,10 +80,12 @@ def test_generation(weights):
     assert largest(((found[0][1] - found[1][1]).abs().max() / found[0][1].abs().max()).flatten().tolist()) <= 1e-5
 
 
-def test_what_is_written_down():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_written_down(dtype, monkeypatch):
     """Results go to the same memory again; views need nothing, and what is not known to take its result's place is
-    copied there."""
-    x, table, pages = torch.randn(3, 4), torch.randn(5, 4), torch.zeros(6, 4)
+    copied there. Numbers stay what they are: neither dtypes nor bits change."""
+    monkeypatch.setattr(tape, "JOIN_AT", 2)
+    x, table, pages = torch.randn(3, 4).to(dtype), torch.randn(5, 4).to(dtype), torch.zeros(6, 4).to(dtype)
     slots = torch.tensor([1, 4])
 
     def step():
@@ -87,7 +94,11 @@ def test_what_is_written_down():
         best, at = (x @ table.t()).topk(2)
         zeros = torch.zeros(2)
         zeros += best.flatten()[:2]
-        return torch.cat((best, at.float(), zeros.expand(3, 2), x.view(4, 3).t()[:, :1]), 1)
+        halves, unseen = slots * 0.3 + slots * 2 // 3, torch.where(rows > 0.1, rows, 0.7).sum()
+        scaled = (x.t() * 0.1 + 1e-3).contiguous().t() / (x.pow(2).mean(-1, keepdim=True) + 1e-2).sqrt()
+        x_of_slots = pages[:, slots[:1] % 4] * halves[0] + unseen / 3
+        parts = best, at, zeros.expand(3, 2), x.view(4, 3).t()[:, :1], scaled, x_of_slots[:3], halves.expand(3, 2)
+        return torch.cat([part.float() for part in parts], 1)
 
     tape_of_step = Tape(step)
     result = tape_of_step.logits
@@ -124,6 +135,22 @@ def test_what_can_not_be_written_down():
             SmallRunner(record_steps=True, **options)
     with pytest.raises(ValueError, match="record_steps='yes'"):
         SmallRunner(record_steps="yes")
+
+
+class Sender(SmallRunner):
+    def _run(self, *args, **options):
+        logits = super()._run(*args, **options)
+        dist.all_reduce(logits)
+        return logits
+
+
+@on_ranks(2)
+def test_ranks_that_send_by_themselves_are_refused():
+    runner = Sender(record_steps=True, cp_group=dist.group.WORLD)
+    row = runner.add()
+    runner.prefill(row, torch.arange(9))
+    with pytest.raises(ValueError, match=r"can't be had for this model: its ranks send .* \(c10d::allreduce_\)"):
+        runner.step([row], torch.tensor([[1]]))
 
 
 @on_ranks(2)

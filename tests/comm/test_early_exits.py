@@ -32,8 +32,10 @@ def _wait(rank, world, before, then, leaver, destroys):
         call(before, world, rank, config=PATIENT)
     if rank == leaver:
         if destroys:
+            group = dist.group.WORLD  # which it still has in a variable
             dist.destroy_process_group()
             time.sleep(1.0)  # it goes on alone
+            del group
         end()
     start_clock()
     for _ in range(2):  # a rank that needs nothing of the one that has left needs it in the next call

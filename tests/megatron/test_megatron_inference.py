@@ -148,6 +148,19 @@ def test_replayed_steps():
     assert replays >= 4
 
 
+def _written_down(rank, world):
+    found = compare(rank, world, [case()], {"record_steps": True})
+    with pytest.raises(ValueError, match="record_steps=True can't be had for this model"):
+        compare(rank, world, [case(tp=2, cp=1)], {"record_steps": True})  # Megatron's own layers send
+    return found
+
+
+def test_steps_that_are_written_down():
+    """By CPU ranks, see cache/test_tape.py."""
+    for ((errors, equal),) in run_distributed(_written_down, 2):
+        assert largest(errors.values()) <= 1e-4 and equal, errors
+
+
 def _fail_and_go_on(rank, world):
     """Logits after runs that failed between two layers, and of a runner that has seen no failure."""
 

@@ -353,6 +353,9 @@ class GraphedSteps:
                 with traced() as operations:
                     self._run(inputs, end)
                 traces.append(operations)
+            sent = [name for name, *_ in traces[0] if name.startswith("c10d::")]
+            if sent and self.option == "record_steps":
+                raise ValueError(f"its ranks send messages by torch.distributed ({sent[0]})")
             reason = _difference(*traces)
         except ValueError as error:
             raise ValueError(self._refused(error)) from error

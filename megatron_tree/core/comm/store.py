@@ -123,7 +123,7 @@ class StoreClient:
         self._store = self._shared.clone()  # asks the store, without a time limit where its process is stopped
         self._asked_at = math.inf
         pause, polled = POLL_S / 2, time.monotonic()
-        while self._group() is not None and not self._ends.is_set():
+        while self._is_in_use() and not self._ends.is_set():
             with contextlib.suppress(queue.Empty):
                 request, answer = self._inbox.get(timeout=pause)
                 self._open.append((self._steps(request), answer))
@@ -134,6 +134,11 @@ class StoreClient:
                 self._open += [(self._steps(x.poll), Future()) for x in self.watchdogs if x.wait is not None]
             self._open = [entry for entry in self._open if self._goes_on(*entry)]
             pause = min(2 * pause, MAX_PAUSE_S) if self._open else POLL_S / 2
+
+    def _is_in_use(self) -> bool:
+        """Not after `destroy_process_group`, even where the program still has the group in a variable."""
+        group = self._group()
+        return group is not None and group is dist.group.WORLD
 
     def _steps(self, request: Request) -> Generator:
         result = request(self._store)

@@ -197,7 +197,7 @@ def _check_split_by_deepspeed(text, tp_size: int) -> None:
             f"tp_size={tp_size}: {type(text).__name__} has recurrent layers, which DeepSpeed's tensor parallelism does "
             "not split: use weights='sharded', or tp_size=1"
         )
-    if families.keys() & {"indexed", "pooled", "gated pools", "compressed"}:
+    if any(family.has_index for family in families.values()):
         raise ValueError(
             f"tp_size={tp_size}: {type(text).__name__} has layers with an index, whose weights DeepSpeed's tensor "
             "parallelism would split: use weights='sharded', or tp_size=1"

@@ -69,8 +69,8 @@ class MegatronRunner(RowRunner):
         dtype: of the cache: "auto" (the model's), "int8" or "fp8", with a scale for each token and head.
         schedule: how partial attention is merged, see `tree_decode`.
         vocab_size: size of the tokenizer's vocabulary, if the model's is padded; logits are cut to it.
-        token_group, chunk_size, capacity_tokens, cuda_graphs: see `RowRunner`; token_group by default Megatron's
-            tensor- and context-parallel group.
+        token_group, chunk_size, capacity_tokens, cuda_graphs, record_steps: see `RowRunner`; token_group by default
+            Megatron's tensor- and context-parallel group.
     Raises:
         ValueError: a model in training mode, split by pipeline parallelism, with other core attention, or with options
             of `REFUSED_OPTIONS`. Nothing has been sent then, and all ranks, having the same model, raise it.
@@ -88,6 +88,7 @@ class MegatronRunner(RowRunner):
         chunk_size: int = CHUNK_SIZE,
         capacity_tokens: int | None = None,
         cuda_graphs: bool = False,
+        record_steps: bool = False,
     ):
         self.model = _unwrapped(model)
         _check_model(self.model)
@@ -121,6 +122,7 @@ class MegatronRunner(RowRunner):
             weight_gathering=weight_gathering,
             config=self._cores[0].tree_config,
             cuda_graphs=cuda_graphs,
+            record_steps=record_steps,
         )
         self._switches = compat.sequence_parallel_switches(self.model)
         self._layers = {core: (layer, windows[layer]) for layer, core in enumerate(self._cores)}

@@ -21,7 +21,7 @@
 #include "states.h"
 
 #define LINE 128           /* bytes that no two ranks write to */
-#define LOOKS_NS 50000     /* for so long a rank looks before it sleeps */
+#define LOOKS_NS 10000     /* for so long a rank looks before it sleeps: about what it takes to sleep and be woken */
 #define SLEEPS_NS 50000000 /* for so long it sleeps before the caller looks what keeps the others */
 #define ONE_ROUND 65536    /* bytes of all ranks together that every rank adds up itself */
 #define EVERYONE -1

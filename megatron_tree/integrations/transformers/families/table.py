@@ -32,6 +32,8 @@ class Family:
     """Raises ``ValueError`` for a configuration whose model the adapters don't know."""
     layer_types: tuple[str, ...] = ()
     """Types of layers that only these models have."""
+    has_index: bool = False
+    """Whether layers have an index, whose weights are whole on every rank."""
     block_size: str = ""
     """The option with the number of tokens of a block, each of which lies in one page of a cache."""
     not_captured: str = ""
@@ -89,6 +91,7 @@ FAMILIES: dict[str, Family] = {
     "indexed": Family(
         models=("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "mistral_large4_text"),
         patches={"*Indexer.forward": indexed.select},
+        has_index=True,
         layer_types=("indexed_attention",),
         not_captured="layers with an index select keys, whose number on a rank depends on their scores",
     ),
@@ -102,6 +105,7 @@ FAMILIES: dict[str, Family] = {
         },
         check=pooled.check_model,
         block_size="indexer_compress_ratio",
+        has_index=True,
         layer_types=("indexed_attention",),
         not_captured="layers with an index select keys, whose number on a rank depends on their scores",
     ),
@@ -116,6 +120,7 @@ FAMILIES: dict[str, Family] = {
         },
         check=gated_pools.check_model,
         block_size="index_kpool",
+        has_index=True,
         layer_types=("indexed_attention",),
         not_captured="layers with an index select keys, whose number on a rank depends on their scores",
     ),
@@ -128,6 +133,7 @@ FAMILIES: dict[str, Family] = {
             "DeepseekV4Indexer.forward": compressed.select,
         },
         check=compressed.check_model,
+        has_index=True,
         layer_types=("compressed_sparse_attention", "heavily_compressed_attention"),
         not_captured="blocks of tokens end at other steps in each row",
     ),
