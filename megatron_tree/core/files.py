@@ -80,10 +80,16 @@ def why_uncreatable(folder: Path) -> str | None:
 
 @contextlib.contextmanager
 def whole_file(path: Path):
-    """A temporary path to write to; it is renamed to `path` if the block succeeds, and deleted if it raises.
+    """A temporary path to write to; it is renamed to `path` if the block succeeds, and deleted if it raises. What is no
+    file (/dev/stdout, /dev/null) is written to as it is, and a link stays one.
 
     Raises: `NotWritten` for faults of the file system.
     """
+    if path.exists() and not path.is_file():
+        with writing(path):
+            yield path
+        return
+    path = path.resolve() if path.is_symlink() else path
     part = path.with_name(f".{path.name}.part")
     with writing(path):
         try:
