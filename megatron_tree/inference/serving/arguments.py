@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import sysconfig
 from pathlib import Path
 
@@ -154,8 +155,14 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
         args.prompt_file = str(Path(sysconfig.get_paths()["stdlib"]) / "heapq.py")
     for option, name in (("--prompt-file", args.prompt_file), *(("--image", name) for name in args.image)):
         check_readable(option, name)
-    if args.prompt_file is not None and (text := Path(args.prompt_file)).is_file() and not text.read_bytes().strip():
-        raise ValueError(f"--prompt-file {args.prompt_file!r} is empty: name a file with text")
+    if args.prompt_file is not None and (path := Path(args.prompt_file)).is_file():  # a pipe is read once, later
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            what = f"--prompt-file {args.prompt_file!r} is not UTF-8 (byte {error.start})"
+            raise ValueError(f"{what}: convert it, for instance with iconv") from None
+        if not text.strip():
+            raise ValueError(f"--prompt-file {args.prompt_file!r} is empty: name a file with text")
     if not args.question.strip():
         raise ValueError("--question is empty: say what to ask about the text")
     if args.check:
@@ -166,7 +173,7 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
                 "the two out"
             )
     if args.json is not None:
-        check_writable("--json", args.json)
+        check_writable("--json", args.json, args.prompt_file, *args.image)
 
 
 def _check_batch(args: argparse.Namespace) -> None:
@@ -183,7 +190,7 @@ def _check_batch(args: argparse.Namespace) -> None:
     if args.output is None:
         raise ValueError("--prompts needs --output FILE.jsonl for the answers")
     check_readable("--prompts", args.prompts)
-    check_writable("--output", args.output)
+    check_writable("--output", args.output, args.prompts)
     from .batch import check_lines
 
     check_lines(args.prompts)
@@ -221,9 +228,11 @@ def check_model_options(args: argparse.Namespace, world_size: int) -> None:
             "--tensor-model-parallel-size out"
         )
     if args.model != "smollm2" and not (Path(args.model) / "config.json").is_file():
+        of_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", args.model) and not Path(args.model).exists()
+        fetch = f", fetched by: hf download {args.model} --local-dir FOLDER" if of_hub else ""
         raise ValueError(
             f"--model {args.model!r} is neither 'smollm2' nor a folder with a config.json; "
-            "nothing is downloaded: name a local folder"
+            f"nothing is downloaded: name a local folder{fetch}"
         )
     if not 0 <= args.num_speculative_tokens <= MOST:
         raise ValueError(f"--num-speculative-tokens {args.num_speculative_tokens} must be from 0 (none) to {MOST}")
@@ -241,8 +250,10 @@ def check_readable(option: str, path: str | None) -> None:
         raise ValueError(f"{option} {path!r} can't be read: it is a folder, name a file")
 
 
-def check_writable(option: str, path: str) -> None:
-    """Raise ValueError where a file's folder is missing or can't be written to."""
+def check_writable(option: str, path: str, *read: str | None) -> None:
+    """Raise ValueError where a file's folder is missing or can't be written to, and for a file that is also read."""
+    if any(name and Path(name).resolve() == Path(path).resolve() for name in read):
+        raise ValueError(f"{option} {path!r} would overwrite what is read: name another file")
     folder = Path(path).resolve().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError(f"{option} {path!r}: the folder {str(folder)!r} does not exist or can't be written to")

@@ -82,7 +82,7 @@ def _prompt(args: Namespace, tokenizer, config) -> tuple[torch.Tensor, dict | No
     if args.image:
         prompt, images = _with_images(args, tokenizer, config)
     else:
-        text = Path(args.prompt_file).read_text(errors="replace")
+        text = Path(args.prompt_file).read_text(encoding="utf-8")
         prompt = models.encode_question(tokenizer, text, args.question)
     check_length(config, prompt.shape[1], args.max_new_tokens)
     return prompt, images
@@ -94,7 +94,7 @@ def _with_images(args: Namespace, tokenizer, config) -> tuple[torch.Tensor, dict
         raise ValueError(f"--image: the model {args.model} ({config.model_type}) reads text only: leave images out")
     if not tokenizer.chat_template:
         raise ValueError("--image: the model has no chat template, which says where images are")
-    text = Path(args.prompt_file).read_text(errors="replace").rstrip() + "\n\n" if args.prompt_file else ""
+    text = Path(args.prompt_file).read_text(encoding="utf-8").rstrip() + "\n\n" if args.prompt_file else ""
     content = [{"type": "image"}] * len(args.image) + [{"type": "text", "text": text + args.question}]
     prompt = chat_text(tokenizer, [{"role": "user", "content": content}])
     tokens, images = ImagePrompts(folder)(prompt, [ImageFile(Path(name).read_bytes()) for name in args.image])

@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
             sections.append(findings.megatron(args.cp, args.cp_comm_type))
         sections.append(findings.kernels(args))
     except (ValueError, OSError) as error:
-        print(f"doctor: {error}", file=sys.stderr)
+        print(f"megatron-tree doctor: {error}", file=sys.stderr)
         return 2
     print(findings.as_text(sections))
     return 1 if findings.missing(sections) else 0
@@ -68,7 +68,7 @@ def _compare(args: argparse.Namespace) -> int:
     try:
         section = compare_steps(args)
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"doctor: {error}", file=sys.stderr)
+        print(f"megatron-tree doctor: {error}", file=sys.stderr)
         return 1 if isinstance(error, RuntimeError) else 2
     print(findings.table(section))
     return 1 if findings.missing([section]) else 0
