@@ -128,7 +128,13 @@ def add_model_options(parser) -> None:
         "with one scale per token and head")  # fmt: skip
     add("--num-speculative-tokens", type=int, default=0, metavar="N", help="speculation: draft up to N tokens in a "
         "step, found in the text so far, and keep those that the model would have chosen (default: 0)")  # fmt: skip
-    add("--distributed-timeout-minutes", type=float, default=30.0, metavar="M", help="time limit of a collective")
+    add(
+        "--distributed-timeout-minutes",
+        type=float,
+        default=30.0,
+        metavar="M",
+        help="time limit of a collective (default: 30)",
+    )
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
