@@ -202,6 +202,8 @@ def run_script(
     if choices:
         tell_choices(rank)
     expected: tuple[type[Exception], ...] = ()
+    if rank == 0 and sys.stderr is not None and sys.stderr.isatty():
+        print(f"{name}: loading on {world} rank{'s' * (world > 1)} ...", file=sys.stderr, flush=True)
     try:
         run, expected = load()
         run(args)

@@ -97,14 +97,14 @@ def suggesting(given: Iterable[str], names: Iterable[str], where: str = ""):
 
 
 def suggestion(given: Iterable[str], names: Iterable[str]) -> str:
-    """What to add to a message: the name that was meant by the first one that is unknown; "" if there is none like
-    it."""
+    """What to add to a message: the name that was meant by the first unknown one that is like a known one; "" if there
+    is none."""
     names = list(names)
-    unknown = next((name for name in given if name not in names), None)
-    likely = [_ELSEWHERE[unknown]] if _ELSEWHERE.get(unknown) in names else []
-    if not likely and unknown is not None:
-        likely = difflib.get_close_matches(str(unknown), names, 1)
-    return f"; did you mean {likely[0]!r} instead of {unknown!r}?" if likely else ""
+    for unknown in (name for name in given if name not in names):
+        elsewhere = [_ELSEWHERE[unknown]] if _ELSEWHERE.get(unknown) in names else []
+        if likely := elsewhere or difflib.get_close_matches(str(unknown), names, 1):
+            return f"; did you mean {likely[0]!r} instead of {unknown!r}?"
+    return ""
 
 
 class Parser(argparse.ArgumentParser):

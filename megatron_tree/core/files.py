@@ -78,6 +78,12 @@ def why_uncreatable(folder: Path) -> str | None:
         return f"{there} can't be written to ({reason(error)})"
 
 
+def check_free(folder: Path) -> None:
+    """Raise ValueError for a folder to be made that is there and not empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists: name another folder to write, or delete it")
+
+
 @contextlib.contextmanager
 def whole_file(path: Path):
     """A temporary path to write to; it is renamed to `path` if the block succeeds, and deleted if it raises. What is no

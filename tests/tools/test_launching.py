@@ -4,6 +4,7 @@ import argparse
 import io
 import logging
 import os
+import sys
 
 import pytest
 import torch
@@ -48,6 +49,16 @@ def test_ctrl_c_is_told_once(monkeypatch, capsys):
         monkeypatch.setenv("RANK", rank)
         launching.run_script("megatron-tree x", [], parser, lambda *_: None, load, choices=False)
     assert ends == [130, 130] and capsys.readouterr().err == "megatron-tree x: stopped by Ctrl-C\n"
+
+
+def test_a_terminal_is_told_at_once_that_ranks_load(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    parser, load = lambda: launching.new_parser("x", "", ""), lambda: (lambda args: None, ())
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert launching.run_script("megatron-tree x", [], parser, lambda *_: None, load, choices=False) == 0
+    assert capsys.readouterr().err == "megatron-tree x: loading on 2 ranks ...\n"
 
 
 def _together(rank, world, options, errors):

@@ -233,15 +233,20 @@ def check_model_options(args: argparse.Namespace, world_size: int) -> None:
             f"--weights sharded splits weights and cache over all {world_size} ranks: leave "
             "--tensor-model-parallel-size out"
         )
-    if args.model != "smollm2" and not (Path(args.model) / "config.json").is_file():
-        of_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", args.model) and not Path(args.model).exists()
-        fetch = f", fetched by: hf download {args.model} --local-dir FOLDER" if of_hub else ""
-        raise ValueError(
-            f"--model {args.model!r} is neither 'smollm2' nor a folder with a config.json; "
-            f"nothing is downloaded: name a local folder{fetch}"
-        )
+    check_model("--model", args.model)
     if not 0 <= args.num_speculative_tokens <= MOST:
         raise ValueError(f"--num-speculative-tokens {args.num_speculative_tokens} must be from 0 (none) to {MOST}")
+
+
+def check_model(option: str, name: str) -> None:
+    """Raise ValueError where there is no model."""
+    if name != "smollm2" and not (Path(name) / "config.json").is_file():
+        of_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists()
+        fetch = f", fetched by: hf download {name} --local-dir FOLDER" if of_hub else ""
+        raise ValueError(
+            f"{option} {name!r} is neither 'smollm2' nor a folder with a config.json; nothing is downloaded: name a "
+            f"local folder{fetch}"
+        )
 
 
 def check_readable(option: str, path: str | None) -> None:

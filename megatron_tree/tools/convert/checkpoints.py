@@ -24,7 +24,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
-from ...core.files import whole_folder, writing
+from ...core.files import check_free, whole_folder, writing
 from ...integrations.megatron.cpu import megatron_on_cpu
 from ...integrations.transformers.models import model_folder, naming
 from ..training.arguments import NEW_MODEL, build_parser, complete
@@ -58,7 +58,7 @@ def to_megatron(model: str, out: Path) -> list[str]:
     with naming(source, "config.json"):
         config = AutoConfig.from_pretrained(source)
     options = options_of(config)
-    _check_free(out)
+    _make_room(out)
     with naming(source, "*.safetensors"):
         tensors = AutoModelForCausalLM.from_pretrained(source, dtype="auto", use_safetensors=True).state_dict()
     options["bf16"] = all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
@@ -115,7 +115,7 @@ def to_huggingface(checkpoint: Path, out: Path, *, like: str | None = None, voca
         _check_like(options_of(reference), options, like)
         config = reference
         config.dtype = getattr(torch, dtype)
-    _check_free(out)
+    _make_room(out)
     args = arguments_of(options)
     with one_rank(args):
         gpt = _empty_model(args)
@@ -175,9 +175,8 @@ def _open(checkpoint: Path) -> tuple[str, dict[str, Any]]:
     return folder, read_common(folder)
 
 
-def _check_free(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists: name another folder to write, or delete it")
+def _make_room(out: Path) -> None:
+    check_free(out)
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
 

@@ -10,6 +10,7 @@ import sys
 from ...core.config import CP_COMM_TYPES
 from ...core.plan import check_heads
 from ...core.units import parse_count
+from ...inference.serving.arguments import check_model, check_readable
 from ...launching import new_parser
 
 EXAMPLES = """\
@@ -59,13 +60,15 @@ def main(argv: list[str]) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from . import findings
-    from .step import compare_steps
-
     for name, default in STEP.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
     try:
+        check_model("--compare", args.compare)
+        check_readable("--text", args.text)
+        from . import findings
+        from .step import compare_steps
+
         section = compare_steps(args)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"megatron-tree doctor: {error}", file=sys.stderr)
