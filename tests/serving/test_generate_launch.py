@@ -116,6 +116,7 @@ def test_weights_and_cache_over_all_ranks(outcomes):
     ((said, error), (_, other)) = (of_rank[3] for of_rank in outcomes[0])
     assert error is None and other is None
     assert "the cache and the weights over all" in said and "check: all 12 tokens are equal" in said
+    assert "[cut at --max-new-tokens 12]" in said
     figures = json.loads(outcomes[1].with_name("split.json").read_text())
     assert figures["prompt_tokens"] == len(TEXT.rstrip()) + 2 + len("who runs?") and figures["new_tokens"] == 12
     assert figures["check"]["tokens_equal"] is True and figures["check"]["max_logit_difference"] < 1e-4

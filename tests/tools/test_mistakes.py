@@ -264,7 +264,14 @@ def _index(path):
     path.unlink()
 
 
+def _config(**changes):
+    return lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 DAMAGE = [
+    ("config.json", _config(intermediate_size=9), r"its model.*down_proj.weight has the shape \[32, 64\], config"),
+    ("config.json", _config(num_hidden_layers=2), "its weights lack model.layers.1.input_layernorm.weight, model"),
+    ("config.json", _config(model_type="own", auto_map={"AutoConfig": "a.B"}), "it comes with code of its own, which"),
     ("model.safetensors", Path.unlink, r"it has no \*.safetensors"),
     ("model.safetensors", _cut, r"model.safetensors is damaged \(.*incomplete metadata"),
     ("model.safetensors", _index, "part-2.safetensors is missing, which model.safetensors.index.json names"),
@@ -274,7 +281,7 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize(("name", "damage", "sentence"), DAMAGE)
-def test_a_damaged_model_folder_names_the_file(name, damage, sentence, model, tmp_path):
+def test_a_damaged_model_folder_names_the_file(name, damage, sentence, model, tmp_path, capfd):
     from megatron_tree.integrations.transformers import models
 
     for path in model.iterdir():
@@ -284,6 +291,7 @@ def test_a_damaged_model_folder_names_the_file(name, damage, sentence, model, tm
     with pytest.raises(ValueError, match=re.escape(f"{str(tmp_path)!r} can't be loaded: ") + ".*" + sentence) as caught:
         load(tmp_path)
     assert "\n" not in str(caught.value)
+    assert "LOAD REPORT" not in (said := "".join(capfd.readouterr())) and "[y/N]" not in said
 
 
 def test_a_conversion_of_damaged_weights_writes_nothing(model, here, capsys):

@@ -118,7 +118,8 @@ def _run_one(args: Namespace, ready: Worker) -> None:
             keep_logits=args.check,
             images=images,
         )
-        say("", flush=True)
+        cut = result.finish_reason == "length"
+        say(f"\n[cut at --max-new-tokens {args.max_new_tokens}]" * cut, flush=True)
     figures, cache = time_figures(result), conversation.runner.cache
     local = {"rank": rank, "cached_tokens": cache.num_local_tokens, "cache_bytes": cache.nbytes}
     local |= {"weight_bytes": engine.weight_bytes}
