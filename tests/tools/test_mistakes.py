@@ -85,6 +85,7 @@ TABLE = [
     ("", "generate --image nope.png", "--image 'nope.png' can't be read: No such file or directory"),
     ("", "generate --question=", "--question is empty: say what to ask about the text"),
     ("", "generate --json none/a.json", "--json 'none/a.json': the folder '.*none' does not exist or can't be written"),
+    ("", "generate --json texts", "--json 'texts' is a folder: name a file"),
     ("", "generate --model org/model", "nothing is downloaded: .*: hf download org/model --local-dir FOLDER"),
     ("", "generate --output a.jsonl", "--output needs --prompts FILE.jsonl: add it, or leave --output out"),
     ("", "generate --prompts bad.jsonl", "--prompts needs --output FILE.jsonl for the answers"),

@@ -265,6 +265,8 @@ def check_writable(option: str, path: str, *read: str | None) -> None:
     """Raise ValueError where a file's folder is missing or can't be written to, and for a file that is also read."""
     if any(name and Path(name).resolve() == Path(path).resolve() for name in read):
         raise ValueError(f"{option} {path!r} would overwrite what is read: name another file")
+    if Path(path).is_dir():
+        raise ValueError(f"{option} {path!r} is a folder: name a file")
     folder = Path(path).resolve().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError(f"{option} {path!r}: the folder {str(folder)!r} does not exist or can't be written to")

@@ -29,7 +29,7 @@ from .arguments import sampling_params
 from .batch import BatchOptions, run_batch
 from .images import ImageFile, ImagePrompts
 from .messages import chat_text
-from .start import WAIT_HOURS, Worker, start
+from .start import WAIT_HOURS, StartError, Worker, start
 
 LOG_INTERVAL_S = 10.0  # between lines of progress in a log file
 
@@ -45,8 +45,8 @@ class BatchError(RuntimeError):
 def run(args: Namespace) -> None:
     """Generate, on this rank; collective over all ranks.
 
-    Raises on every rank: `CheckError` when the check fails, `BatchError` when prompts of a file failed, ValueError for
-    prompts that can't be run.
+    Raises on every rank: `CheckError` when the check fails, `BatchError` when prompts of a file failed, `StartError`
+    for prompts that can't be run and an output that can't be continued.
     """
     of_file = args.prompts is not None
     ready = start(args, (lambda *_: None) if of_file else functools.partial(_prompt, args))
@@ -62,7 +62,10 @@ def _run_file(args: Namespace, ready: Worker) -> None:
     about |= {"sp_size": engine.sp_size, "tp_size": engine.tp_size, "prefill_chunk": args.prefill_chunk}
     options = BatchOptions(input=args.prompts, output=args.output, sampling=sampling_params(args), about=about)
     begun = time.perf_counter()
-    result = run_batch(scheduler, ready.tokenizer, options)
+    try:
+        result = run_batch(scheduler, ready.tokenizer, options)
+    except ValueError as error:  # before anything runs
+        raise StartError(str(error)) from error
     if ready.rank == 0:
         print(
             f"{args.output}: {result.finished} answered in {time.perf_counter() - begun:.1f} s, {result.skipped} were "
