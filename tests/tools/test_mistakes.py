@@ -90,6 +90,7 @@ TABLE = [
     ("", "generate --output a.jsonl", "--output needs --prompts FILE.jsonl: add it, or leave --output out"),
     ("", "generate --prompts bad.jsonl", "--prompts needs --output FILE.jsonl for the answers"),
     ("", "generate --prompts bad.jsonl --output bad.jsonl", "--output 'bad.jsonl' would overwrite what is read: name"),
+    ("", "generate --prompts bad.jsonl --output /dev/null", "--output '/dev/null' must be a file, no pipe or device"),
     ("", "generate --check --temperature 1", "--check compares with .* no --temperature: leave one of the two out"),
     ("", "generate --prefill-chunk 0", "--prefill-chunk 0 must be 1 or more"),
     ("", "generate --max-rows 0", "--max-rows 0 must be 1 or more"),

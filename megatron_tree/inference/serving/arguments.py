@@ -169,6 +169,8 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
             raise ValueError(f"{what}: convert it, for instance with iconv") from None
         if not text.strip():
             raise ValueError(f"--prompt-file {args.prompt_file!r} is empty: name a file with text")
+    elif args.prompt_file is not None and world_size > 1:
+        raise ValueError(f"--prompt-file {args.prompt_file!r} must be a file: every rank reads it")
     if not args.question.strip():
         raise ValueError("--question is empty: say what to ask about the text")
     if args.check:
@@ -197,6 +199,9 @@ def _check_batch(args: argparse.Namespace) -> None:
         raise ValueError("--prompts needs --output FILE.jsonl for the answers")
     check_readable("--prompts", args.prompts)
     check_writable("--output", args.output, args.prompts)
+    for option, name in (("--prompts", args.prompts), ("--output", args.output)):  # both are read more than once
+        if Path(name).exists() and not Path(name).is_file():
+            raise ValueError(f"{option} {name!r} must be a file, no pipe or device")
     from .batch import check_lines
 
     check_lines(args.prompts)
