@@ -34,6 +34,8 @@ FILES = {
     "bad.jsonl": "no json\n",
     "key.txt": "short\n",
     "model/config.json": "{}",
+    "adapter/adapter_config.json": "{}",
+    "hub/snapshots/.keep": None,
     "texts/empty/nested/.keep": None,
 }
 TABLE = [
@@ -87,6 +89,8 @@ TABLE = [
     ("", "generate --json none/a.json", "--json 'none/a.json': the folder '.*none' does not exist or can't be written"),
     ("", "generate --json texts", "--json 'texts' is a folder: name a file"),
     ("", "generate --model org/model", "nothing is downloaded: .*: hf download org/model --local-dir FOLDER"),
+    ("", "generate --model hub", "--model 'hub' is neither .*: name a local folder, one in its snapshots"),
+    ("", "chat --model adapter", "--model 'adapter' is neither .*, into whose weights the adapter is merged"),
     ("", "generate --output a.jsonl", "--output needs --prompts FILE.jsonl: add it, or leave --output out"),
     ("", "generate --prompts bad.jsonl", "--prompts needs --output FILE.jsonl for the answers"),
     ("", "generate --prompts bad.jsonl --output bad.jsonl", "--output 'bad.jsonl' would overwrite what is read: name"),

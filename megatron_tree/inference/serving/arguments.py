@@ -246,11 +246,16 @@ def check_model_options(args: argparse.Namespace, world_size: int) -> None:
 def check_model(option: str, name: str) -> None:
     """Raise ValueError where there is no model."""
     if name != "smollm2" and not (Path(name) / "config.json").is_file():
-        of_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists()
-        fetch = f", fetched by: hf download {name} --local-dir FOLDER" if of_hub else ""
+        way = ""
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists():
+            way = f", fetched by: hf download {name} --local-dir FOLDER"
+        elif (Path(name) / "snapshots").is_dir():  # of a hub's cache
+            way = ", one in its snapshots"
+        elif (Path(name) / "adapter_config.json").is_file():
+            way = ", into whose weights the adapter is merged (PEFT's merge_and_unload)"
         raise ValueError(
             f"{option} {name!r} is neither 'smollm2' nor a folder with a config.json; nothing is downloaded: name a "
-            f"local folder{fetch}"
+            f"local folder{way}"
         )
 
 
