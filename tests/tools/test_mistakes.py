@@ -59,7 +59,7 @@ TABLE = [
     ("", "doctor --cp 64 --heads 32 --cp-comm-type a2a", "--cp 64 ranks can't share 32 query heads .*: use tree, or"),
     ("", "doctor --for jax", "--for: invalid choice: 'jax'"),
     ("", "doctor --tokens 1k", "--tokens 1024 needs --compare MODEL"),
-    ("", "doctor --compare a/b", "--compare 'a/b' is neither .*: hf download a/b --local-dir FOLDER"),
+    ("", "doctor --compare a/b", "--compare: model 'a/b' is neither .*: hf download a/b --local-dir FOLDER"),
     ("", "doctor --compare model --text nope.txt", "--text 'nope.txt' can't be read: No such file or directory"),
     ("nope.yaml", "doctor", "MEGATRON_TREE_CONFIG='nope.yaml': nope.yaml can't be read as YAML: No such file"),
     ("nope.yaml", "generate", "MEGATRON_TREE_CONFIG='nope.yaml': nope.yaml can't be read as YAML: No such file"),

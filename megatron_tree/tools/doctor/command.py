@@ -64,7 +64,7 @@ def _compare(args: argparse.Namespace) -> int:
         if getattr(args, name) is None:
             setattr(args, name, default)
     try:
-        check_model("--compare", args.compare)
+        check_model("--compare: model", args.compare)
         check_readable("--text", args.text)
         from . import findings
         from .step import compare_steps
