@@ -107,7 +107,7 @@ def train(args: argparse.Namespace, device: torch.device, received: list[int]) -
         trainee.model.train()
         with start_errors():
             iteration, samples, notes = load_checkpoint(trainee, args, digest=digest)
-        reporter = Reporter(args, first_step=iteration + 1, enabled=dist.get_rank() == 0)
+            reporter = Reporter(args, first_step=iteration + 1, enabled=dist.get_rank() == 0)
         unigram = text.unigram_entropy()
         title, lines = _introduction(args, text, trainee, unigram)
         reporter.event("start", title=title, first_step=iteration + 1, options=vars(args), unigram_loss=unigram)
