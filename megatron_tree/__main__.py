@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import NamedTuple
 
 import megatron_tree
+
+from .core.arguments import suggestion
 
 
 class Command(NamedTuple):
@@ -41,25 +44,46 @@ USAGE = "usage: megatron-tree COMMAND [options]      megatron-tree COMMAND --hel
 def main(argv: list[str] | None = None) -> None:
     """Run one command, and end the process with its exit status."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name == "help":
+        name, *rest = [*rest, "--help"]
     if name in ("-h", "--help"):
         print("\n".join([USAGE, "", *(f"  {name:<10} {command.help}" for name, command in COMMANDS.items())]))
         print("\nOn several ranks: torchrun --nproc-per-node 4 -m megatron_tree COMMAND [options], or")
         print("deepspeed --num_gpus 4 --no_local_rank --module megatron_tree COMMAND [options]")
         sys.exit(0)
-    if name == "--version":
+    if name in ("-V", "--version"):
         print(f"megatron_tree {megatron_tree.__version__}")
         sys.exit(0)
     if name not in COMMANDS:
-        print(f"{USAGE}\nmegatron-tree: {name!r} is no command, only {', '.join(COMMANDS)} are", file=sys.stderr)
+        meant = suggestion([name], COMMANDS)
+        print(f"megatron-tree: {name!r} is no command, only {', '.join(COMMANDS)} are{meant}", file=sys.stderr)
         sys.exit(2)
+    try:
+        status = _status(name, rest)
+    except BrokenPipeError:  # who read it has had enough, as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"megatron-tree {name}: stopped by Ctrl-C", file=sys.stderr, flush=True)
+        os._exit(130)
+    sys.exit(status)
+
+
+def _status(name: str, arguments: list[str]) -> int:
+    """Run a command, in a process that a launcher may have started; returns its exit status."""
     from .launching import explain_missing, leave, quiet
 
     command = COMMANDS[name]
     quiet()
     with explain_missing(f"megatron-tree {name}"):
         module, _, function = command.function.partition(":")
-        status = getattr(importlib.import_module(f".{module}", __package__), function)(rest)
-    leave(status) if command.on_ranks else sys.exit(status)
+        status = getattr(importlib.import_module(f".{module}", __package__), function)(arguments)
+    if command.on_ranks:
+        leave(status)
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    return status
 
 
 if __name__ == "__main__":

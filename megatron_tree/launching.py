@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import errno
 import importlib.util
 import logging
 import os
 import reprlib
+import socket
 import sys
 import time
 import traceback
@@ -23,6 +25,7 @@ from .core.errors import CommError, TreeError
 from .core.files import NotWritten, digest_of, read_yaml
 from .core.log import logger, say_once
 
+UNREAD = (errno.EPIPE, errno.ENOSPC)  # of output whose reader has left, or whose disk is full
 LAST_WORDS_S = 60.0  # for which a rank that has failed lets the others come and hear of it
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 NOT_COMPARED = ("config", "api_keys")  # options: a file whose content counts, and secrets
@@ -62,7 +65,7 @@ def missing_package(error: BaseException) -> str | None:
         return None  # the package is there; a part of it is not
     for extra, modules in EXTRAS.items():
         if module in modules:
-            return f"the package {module} is not installed: pip install 'megatron_tree[{extra}]'"
+            return f"the package {module} is not installed: pip install '.[{extra}]' in the checkout"
     return None
 
 
@@ -79,7 +82,7 @@ def explain_missing(program: str):
 
 
 def check_launched(program: str = "PROGRAM", or_else: str = "") -> None:
-    """Raise a ``ValueError`` unless a launcher started this process, and where its variables are no numbers. or_else:
+    """Raise a ``ValueError`` unless a launcher started this process, and where its variables can't be right. or_else:
     another way to start it."""
     missing = [name for name in LAUNCHER_VARIABLES if name not in os.environ]
     if missing:
@@ -87,9 +90,14 @@ def check_launched(program: str = "PROGRAM", or_else: str = "") -> None:
             f"{', '.join(missing)} not set: start this program with a launcher, for instance "
             f"torchrun --nproc-per-node 4 {program}, or deepspeed --num_gpus 4 --no_local_rank {program}{or_else}"
         )
-    for name in LAUNCHER_VARIABLES:
-        if name != "MASTER_ADDR":
-            _number_of(name)
+    rank, _, world, port = (_number_of(name) for name in LAUNCHER_VARIABLES if name != "MASTER_ADDR")
+    if rank >= world:
+        raise ValueError(f"RANK={rank} must be below WORLD_SIZE={world}: let the launcher set both")
+    if not 0 < port < 1 << 16:
+        raise ValueError(f"MASTER_PORT={port} must be from 1 to 65535: give the launcher another one")
+    named, there = os.environ.get("GLOO_SOCKET_IFNAME"), [name for _, name in socket.if_nameindex()]
+    if named and (unknown := [name for name in named.split(",") if name.partition(":")[0] not in there]):
+        raise ValueError(f"GLOO_SOCKET_IFNAME={named!r}: this machine has no {unknown[0]!r}, only {', '.join(there)}")
 
 
 def quiet() -> None:
@@ -121,7 +129,7 @@ def as_typed(name: str, value: object) -> str:
     return option if value is True else f"{option} {value!r}"
 
 
-def parse_with_config(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+def parse_with_config(parser: Parser, argv: list[str]) -> argparse.Namespace:
     """Options of the command line over those of the YAML file in `--config` over the defaults.
 
     Raises: ValueError for an unknown or ill-typed option in the file. SystemExit for `--help` and command-line errors.
@@ -132,10 +140,11 @@ def parse_with_config(parser: argparse.ArgumentParser, argv: list[str]) -> argpa
     return parser.parse_args(argv)
 
 
-def _read_config(path: str, parser: argparse.ArgumentParser) -> dict[str, object]:
+def _read_config(path: str, parser: Parser) -> dict[str, object]:
     """The options in a YAML file, each parsed as on the command line."""
     if not Path(path).is_file():
-        raise ValueError(f"--config={path!r} does not exist: name a YAML file")
+        what = "is a folder" if Path(path).is_dir() else "does not exist"
+        raise ValueError(f"--config={path!r} {what}: name a YAML file")
     options = read_yaml(path)
     if not isinstance(options, dict | None):
         raise ValueError(f"--config={path!r} must contain options, one `name: value` per line")
@@ -145,7 +154,7 @@ def _read_config(path: str, parser: argparse.ArgumentParser) -> dict[str, object
         more = _words(str(name).replace("_", "-"), value, what)
 
         def refuse(message: str, what: str = what) -> NoReturn:
-            raise ValueError(f"{what}: {message}; `{parser.prog} --help` lists the options")
+            raise ValueError(f"{what}: {parser.advice(message)}")
 
         parser.error = refuse
         try:
@@ -193,6 +202,8 @@ def run_script(
     if choices:
         tell_choices(rank)
     expected: tuple[type[Exception], ...] = ()
+    if rank == 0 and sys.stderr is not None and sys.stderr.isatty():
+        print(f"{name}: loading on {world} rank{'s' * (world > 1)} ...", file=sys.stderr, flush=True)
     try:
         run, expected = load()
         run(args)
@@ -312,20 +323,26 @@ def hold_log():
 
 def leave(status: int) -> None:
     """End the process immediately: gloo's threads may abort while the interpreter shuts down."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:  # >&- closes it
+                stream.flush()
+        except OSError:
+            status = status or 1
     os._exit(status)
 
 
 def exit_after_failure(rank: int, error: BaseException) -> None:
     """Print what failed on this rank and end the process at once, with exit code 1. There is no traceback if an
-    optional package is missing, or a file can't be written.
+    optional package is missing, if a file or the output can't be written, and for a `TreeError`, whose text is enough.
 
     It does not wait for other ranks: they find their connection closed (or time out), and the launcher ends the rest.
     """
-    what = str(error) if isinstance(error, NotWritten) else missing_package(error)
+    known = isinstance(error, NotWritten) or (isinstance(error, OSError) and error.errno in UNREAD)
+    what = str(error) if known else missing_package(error)
     if what is None:
-        traceback.print_exception(error)
+        if not isinstance(error, TreeError):
+            traceback.print_exception(error)
         what = f"{type(error).__name__}: {error}"
     print(f"rank {rank} failed: {what}", file=sys.stderr)
     leave(1)

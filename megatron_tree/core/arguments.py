@@ -13,6 +13,7 @@ import numbers
 import os
 import re
 import reprlib
+import sys
 import time
 import types
 import typing
@@ -96,25 +97,34 @@ def suggesting(given: Iterable[str], names: Iterable[str], where: str = ""):
 
 
 def suggestion(given: Iterable[str], names: Iterable[str]) -> str:
-    """What to add to a message: the name that was meant by the first one that is unknown; "" if there is none like
-    it."""
+    """What to add to a message: the name that was meant by the first unknown one that is like a known one; "" if there
+    is none."""
     names = list(names)
-    unknown = next((name for name in given if name not in names), None)
-    likely = [_ELSEWHERE[unknown]] if _ELSEWHERE.get(unknown) in names else []
-    if not likely and unknown is not None:
-        likely = difflib.get_close_matches(str(unknown), names, 1)
-    return f"; did you mean {likely[0]!r} instead of {unknown!r}?" if likely else ""
+    for unknown in (name for name in given if name not in names):
+        elsewhere = [_ELSEWHERE[unknown]] if _ELSEWHERE.get(unknown) in names else []
+        if likely := elsewhere or difflib.get_close_matches(str(unknown), names, 1):
+            return f"; did you mean {likely[0]!r} instead of {unknown!r}?"
+    return ""
 
 
 class Parser(argparse.ArgumentParser):
     """Of a command; of its ranks, which make the same mistakes, the first one tells of them."""
 
     def error(self, message: str) -> NoReturn:
-        """With the option that was meant, if there is one like it."""
-        names = re.findall(r"(--[\w-]+)", message) if message.startswith("unrecognized arguments") else []
+        """In one sentence, without the list of options."""
         if os.environ.get("RANK", "0") != "0":
             time.sleep(RANK_0_FIRST_S)
-        super().error(f"{message}{suggestion(names, self._option_string_actions)}")
+        print(f"{self.prog}: {self.advice(message)}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+    def advice(self, message: str) -> str:
+        """The message, and the option that was meant if there is one like it."""
+        _, unknown, words = message.partition("unrecognized arguments: ")
+        names = re.findall(r"(--[\w-]+)", words)
+        meant = suggestion(names, self._option_string_actions)
+        if unknown and not words.startswith("-"):
+            meant = "; an option comes before its value, and a value with spaces in quotes"
+        return f"{message}{meant}; `{self.prog} --help` lists the options"
 
 
 def shown(value: object) -> str:

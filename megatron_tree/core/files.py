@@ -78,12 +78,24 @@ def why_uncreatable(folder: Path) -> str | None:
         return f"{there} can't be written to ({reason(error)})"
 
 
+def check_free(folder: Path) -> None:
+    """Raise ValueError for a folder to be made that is there and not empty."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists: name another folder to write, or delete it")
+
+
 @contextlib.contextmanager
 def whole_file(path: Path):
-    """A temporary path to write to; it is renamed to `path` if the block succeeds, and deleted if it raises.
+    """A temporary path to write to; it is renamed to `path` if the block succeeds, and deleted if it raises. What is no
+    file (/dev/stdout, /dev/null) is written to as it is, and a link stays one.
 
     Raises: `NotWritten` for faults of the file system.
     """
+    if path.exists() and not path.is_file():
+        with writing(path):
+            yield path
+        return
+    path = path.resolve() if path.is_symlink() else path
     part = path.with_name(f".{path.name}.part")
     with writing(path):
         try:

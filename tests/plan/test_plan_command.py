@@ -95,7 +95,7 @@ def test_the_budget(capsys):
 def test_errors_are_one_line(capsys, options, message):
     assert main(options) == 2
     err = capsys.readouterr().err
-    assert err.startswith("plan: ") and err.count("\n") == 1 and re.search(message, err)
+    assert err.startswith("megatron-tree plan: ") and err.count("\n") == 1 and re.search(message, err)
 
 
 def test_the_examples_run(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -46,8 +47,8 @@ def _about(folder):
 
 
 def _runs(rank, world, batch, long, split, draft, check, wrong):
-    """What a batch, the same again, a long prompt, sharded weights, speculation, a check of a wrong cache, and the
-    command with a model that generates no text print and raise."""
+    """What a batch, the same again, a long prompt, sharded weights, speculation, a check of a wrong cache, the command
+    with a model that generates no text, and the batch with other options print and raise."""
     from megatron_tree.core.cache import LayerPages
     from megatron_tree.inference.serving.generate import run
 
@@ -69,7 +70,7 @@ def _runs(rank, world, batch, long, split, draft, check, wrong):
     launching.RANK_0_FIRST_S = 0.0
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as output:
         code = command.generate([str(part) for part in wrong])
-    return [*found, (code, output.getvalue())]
+    return [*found, (code, output.getvalue()), outcome([*batch, "--seed", 6])]
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +101,10 @@ def test_a_file_of_prompts_with_sampling_and_the_same_again(outcomes):
     assert first[1] is other[1] is again[1] is None
     assert "3 answered in" in first[0] and "0 were there, 0 failed" in first[0] and other[0] == ""
     assert "0 answered in" in again[0] and "3 were there" in again[0]
+    for of_rank in outcomes[0]:
+        assert re.match(
+            "StartError: output .* was written with other options: sampling.seed=5 then, 6 now", of_rank[7][1]
+        )
     job, *answers = map(json.loads, outcomes[1].read_text().splitlines())
     assert job["job"]["about"]["sp_size"] == 2 and job["job"]["sampling"]["seed"] == 5
     assert sorted(str(answer["id"]) for answer in answers) == ["0", "1", "x"]
@@ -116,6 +121,7 @@ def test_weights_and_cache_over_all_ranks(outcomes):
     ((said, error), (_, other)) = (of_rank[3] for of_rank in outcomes[0])
     assert error is None and other is None
     assert "the cache and the weights over all" in said and "check: all 12 tokens are equal" in said
+    assert "[cut at --max-new-tokens 12]" in said
     figures = json.loads(outcomes[1].with_name("split.json").read_text())
     assert figures["prompt_tokens"] == len(TEXT.rstrip()) + 2 + len("who runs?") and figures["new_tokens"] == 12
     assert figures["check"]["tokens_equal"] is True and figures["check"]["max_logit_difference"] < 1e-4

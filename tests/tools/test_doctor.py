@@ -77,8 +77,8 @@ def test_megatron_patched_and_too_old(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("purpose", "package", "way"),
     [
-        ("megatron", "megatron-core", "pip install 'megatron_tree[megatron]'"),
-        ("deepspeed", "transformers", "pip install 'megatron_tree[hf]'"),
+        ("megatron", "megatron-core", "pip install '.[megatron]'"),
+        ("deepspeed", "transformers", "pip install '.[hf]'"),
     ],
 )
 def test_missing_packages(without, purpose, package, way):

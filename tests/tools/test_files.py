@@ -39,6 +39,18 @@ def test_a_file_keeps_its_text_until_the_new_one_is_whole(tmp_path):
     assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
 
 
+def test_what_is_no_file_is_written_to_as_it_is(tmp_path):
+    pipe, link, target = tmp_path / "pipe", tmp_path / "link", tmp_path / "target"
+    os.mkfifo(pipe)
+    link.symlink_to(target)
+    with os.fdopen(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)) as reader:
+        for path in (pipe, link, link):
+            with whole_file(path) as part:
+                part.write_text("new")
+        assert pipe.is_fifo() and reader.read() == "new"
+    assert link.is_symlink() and target.read_text() == "new" and len(list(tmp_path.iterdir())) == 3
+
+
 def _sentence(path, act):
     """What act() says when it can't write."""
     with pytest.raises(NotWritten) as caught, files_of_at_most(LIMIT):

@@ -1,9 +1,11 @@
 """No log line stands inside a streamed answer; ranks start together, with the same options, or not at all."""
 
 import argparse
+import errno
 import io
 import logging
 import os
+import sys
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from megatron_tree import launching
 from megatron_tree.core import log as package_log
 from megatron_tree.core.comm import Ranks
+from megatron_tree.core.errors import TreeError
 from megatron_tree.core.log import logger
 from megatron_tree.launching import hold_log, together
 from support.ranks import run_distributed
@@ -48,6 +51,27 @@ def test_ctrl_c_is_told_once(monkeypatch, capsys):
         monkeypatch.setenv("RANK", rank)
         launching.run_script("megatron-tree x", [], parser, lambda *_: None, load, choices=False)
     assert ends == [130, 130] and capsys.readouterr().err == "megatron-tree x: stopped by Ctrl-C\n"
+
+
+def test_failures_whose_text_is_enough_have_no_traceback(monkeypatch, capsys):
+    monkeypatch.setattr(launching, "leave", lambda status: None)
+    for error, said in (
+        (TreeError("the cache is full"), "rank 1 failed: TreeError: the cache is full\n"),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), "rank 1 failed: [Errno 32] Broken pipe\n"),
+        (OSError(errno.ENOSPC, "No space left"), "rank 1 failed: [Errno 28] No space left\n"),
+    ):
+        launching.exit_after_failure(1, error)
+        assert capsys.readouterr().err == said
+
+
+def test_a_terminal_is_told_at_once_that_ranks_load(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    parser, load = lambda: launching.new_parser("x", "", ""), lambda: (lambda args: None, ())
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert launching.run_script("megatron-tree x", [], parser, lambda *_: None, load, choices=False) == 0
+    assert capsys.readouterr().err == "megatron-tree x: loading on 2 ranks ...\n"
 
 
 def _together(rank, world, options, errors):

@@ -23,6 +23,8 @@ LAUNCHED = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1
 FILES = {
     "empty.txt": "",
     "blank.txt": " \n",
+    "latin.txt": "hello w\udcf6rld",
+    "close.yaml": "max-new-token: 1\n",
     "list.yaml": "- a\n",
     "cut.yaml": "lr: [1,\n",
     "twice.yaml": "lr: 1\nlr: 2\n",
@@ -32,10 +34,13 @@ FILES = {
     "bad.jsonl": "no json\n",
     "key.txt": "short\n",
     "model/config.json": "{}",
+    "adapter/adapter_config.json": "{}",
+    "hub/snapshots/.keep": None,
     "texts/empty/nested/.keep": None,
 }
 TABLE = [
     ("", "pln", "'pln' is no command, only train, generate, "),
+    ("", "generat", "'generat' is no command, only .*; did you mean 'generate' instead of 'generat'"),
     ("", "plan --topology partly.yaml", r"partly.yaml: a topology lacks \['host_size', 'levels', [^\]]*\]$"),
     ("", "plan --topology mistyped.yaml", r"has unknown entries \['gird'\]"),
     ("", "plan --topology cut.yaml", "cut.yaml can't be read as YAML: line 2, column 1: expected"),
@@ -54,6 +59,8 @@ TABLE = [
     ("", "doctor --cp 64 --heads 32 --cp-comm-type a2a", "--cp 64 ranks can't share 32 query heads .*: use tree, or"),
     ("", "doctor --for jax", "--for: invalid choice: 'jax'"),
     ("", "doctor --tokens 1k", "--tokens 1024 needs --compare MODEL"),
+    ("", "doctor --compare a/b", "--compare: model 'a/b' is neither .*: hf download a/b --local-dir FOLDER"),
+    ("", "doctor --compare model --text nope.txt", "--text 'nope.txt' can't be read: No such file or directory"),
     ("nope.yaml", "doctor", "MEGATRON_TREE_CONFIG='nope.yaml': nope.yaml can't be read as YAML: No such file"),
     ("nope.yaml", "generate", "MEGATRON_TREE_CONFIG='nope.yaml': nope.yaml can't be read as YAML: No such file"),
     ("cut.yaml", "serve", "MEGATRON_TREE_CONFIG='cut.yaml': cut.yaml can't be read as YAML: line 2, column 1: "),
@@ -61,6 +68,8 @@ TABLE = [
     ("mistyped.yaml", "generate", "unknown key 'gird': choose from .*; did you mean 'grid' instead of 'gird'"),
     ("", "generate --config nope.yaml", "--config='nope.yaml' does not exist: name a YAML file"),
     ("", "generate --config cut.yaml", "cut.yaml can't be read as YAML: line 2, column 1: expected"),
+    ("", "generate --config texts", "--config='texts' is a folder: name a YAML file"),
+    ("", "generate --config close.yaml", "max-new-token=1: .*; did you mean '--max-new-tokens' instead of"),
     ("", "generate --config twice.yaml", "twice.yaml can't be read as YAML: line 1, column 1: duplicate key"),
     ("", "generate --config list.yaml", "'list.yaml' must contain options, one `name: value` per line"),
     ("", "generate --config odd.yaml", "odd.yaml: learning=1: unrecognized arguments: --learning=1; .*--help"),
@@ -73,12 +82,19 @@ TABLE = [
     ("", "generate --prompt-file texts", "--prompt-file 'texts' can't be read: it is a folder, name a file"),
     ("", "generate --prompt-file empty.txt", "--prompt-file 'empty.txt' is empty: name a file with text"),
     ("", "generate --prompt-file blank.txt", "--prompt-file 'blank.txt' is empty: name a file with text"),
+    ("", "generate --prompt-file latin.txt", r"--prompt-file 'latin.txt' is not UTF-8 \(byte 7\): convert it, for"),
+    ("", "generate --prompt-file key.txt --json ./key.txt", "--json './key.txt' would overwrite what is read: name"),
     ("", "generate --image nope.png", "--image 'nope.png' can't be read: No such file or directory"),
     ("", "generate --question=", "--question is empty: say what to ask about the text"),
     ("", "generate --json none/a.json", "--json 'none/a.json': the folder '.*none' does not exist or can't be written"),
-    ("", "generate --model org/model", "--model 'org/model' is neither .*; nothing is downloaded: name a local folder"),
+    ("", "generate --json texts", "--json 'texts' is a folder: name a file"),
+    ("", "generate --model org/model", "nothing is downloaded: .*: hf download org/model --local-dir FOLDER"),
+    ("", "generate --model hub", "--model 'hub' is neither .*: name a local folder, one in its snapshots"),
+    ("", "chat --model adapter", "--model 'adapter' is neither .*, into whose weights the adapter is merged"),
     ("", "generate --output a.jsonl", "--output needs --prompts FILE.jsonl: add it, or leave --output out"),
     ("", "generate --prompts bad.jsonl", "--prompts needs --output FILE.jsonl for the answers"),
+    ("", "generate --prompts bad.jsonl --output bad.jsonl", "--output 'bad.jsonl' would overwrite what is read: name"),
+    ("", "generate --prompts bad.jsonl --output /dev/null", "--output '/dev/null' must be a file, no pipe or device"),
     ("", "generate --check --temperature 1", "--check compares with .* no --temperature: leave one of the two out"),
     ("", "generate --prefill-chunk 0", "--prefill-chunk 0 must be 1 or more"),
     ("", "generate --max-rows 0", "--max-rows 0 must be 1 or more"),
@@ -87,6 +103,7 @@ TABLE = [
     ("", "generate --distributed-timeout-minutes 0", "--distributed-timeout-minutes 0.0 must be more than 0"),
     ("", "generate --dtype int4", "--dtype: invalid choice: 'int4'"),
     ("", "chat --input nope.txt", "--input 'nope.txt' can't be read: No such file or directory"),
+    ("", "serve model", "unrecognized arguments: model; an option comes before its value, .*; `megatron-tree serve "),
     ("", "serve --host 0.0.0.0", "--host 0.0.0.0: .*; pass --api-key-file"),
     ("", "serve --port 99999", "--port 99999 must be between 0 and 65535"),
     ("", "serve --api-key-file nope.txt", "--api-key-file 'nope.txt' can't be read: No such file or directory"),
@@ -121,6 +138,7 @@ TABLE = [
     ("", "bench kernels --only correct deocde", "--only: invalid choice: 'deocde'"),
     ("", "convert", r"required: \{to-megatron,to-huggingface\}"),
     ("", "convert to-megatron nope out", "model 'nope' is neither 'smollm2' nor a folder with a config.json"),
+    ("", "convert to-megatron model texts", "texts exists: name another folder to write, or delete it"),
     ("", "convert to-huggingface texts out", "texts has no checkpoint: name a folder that --save wrote"),
     ("", "train --data-path nope", "--data-path 'nope' is not a folder of text files: name one"),
     ("", "train --data-path texts/empty", "--data-path 'texts/empty' holds no files: name a folder of text files"),
@@ -140,7 +158,7 @@ def here(tmp_path, monkeypatch):
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         if text is not None:
-            (tmp_path / name).write_text(text)
+            (tmp_path / name).write_text(text, errors="surrogateescape")
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -168,8 +186,7 @@ def test_one_sentence(config, words, sentence, here, monkeypatch, capsys):
     before = sorted(here.rglob("*"))
     assert run(words) == 2
     out, err = capsys.readouterr()
-    text = re.sub(r"\Ausage: .*?\n(?=megatron-tree)", "", err, flags=re.DOTALL)  # argparse prints it first
-    assert text.count("\n") == 1 and re.search(sentence, text.strip()), err
+    assert err.startswith("megatron-tree") and err.count("\n") == 1 and re.search(sentence, err.strip()), err
     assert "Traceback" not in err and "<unicode string>" not in err and not out
     assert sorted(here.rglob("*")) == before  # nothing is half-written
 
@@ -216,6 +233,21 @@ def test_a_launchers_variable_that_is_no_number(name, here, monkeypatch, capsys)
     assert capsys.readouterr().err.startswith(f"megatron-tree generate: {name}='two' is not a number: let the ")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("RANK", "1", "RANK=1 must be below WORLD_SIZE=1: let the launcher set both"),
+        ("MASTER_PORT", "99999", "MASTER_PORT=99999 must be from 1 to 65535: give the launcher another one"),
+        ("GLOO_SOCKET_IFNAME", "lo,wlan7", "GLOO_SOCKET_IFNAME='lo,wlan7': this machine has no 'wlan7', only lo"),
+    ],
+)
+def test_a_launchers_variable_that_cannot_be_right(name, value, sentence, here, monkeypatch, capsys):
+    monkeypatch.setattr(time, "sleep", lambda _: None)  # for which a rank lets rank 0 be first
+    monkeypatch.setenv(name, value)
+    assert run("generate") == 2
+    assert sentence in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A folder with a tiny Llama and a tokenizer."""
@@ -238,7 +270,14 @@ def _index(path):
     path.unlink()
 
 
+def _config(**changes):
+    return lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 DAMAGE = [
+    ("config.json", _config(intermediate_size=9), r"its model.*down_proj.weight has the shape \[32, 64\], config"),
+    ("config.json", _config(num_hidden_layers=2), "its weights lack model.layers.1.input_layernorm.weight, model"),
+    ("config.json", _config(model_type="own", auto_map={"AutoConfig": "a.B"}), "it comes with code of its own, which"),
     ("model.safetensors", Path.unlink, r"it has no \*.safetensors"),
     ("model.safetensors", _cut, r"model.safetensors is damaged \(.*incomplete metadata"),
     ("model.safetensors", _index, "part-2.safetensors is missing, which model.safetensors.index.json names"),
@@ -248,7 +287,7 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize(("name", "damage", "sentence"), DAMAGE)
-def test_a_damaged_model_folder_names_the_file(name, damage, sentence, model, tmp_path):
+def test_a_damaged_model_folder_names_the_file(name, damage, sentence, model, tmp_path, capfd):
     from megatron_tree.integrations.transformers import models
 
     for path in model.iterdir():
@@ -258,6 +297,7 @@ def test_a_damaged_model_folder_names_the_file(name, damage, sentence, model, tm
     with pytest.raises(ValueError, match=re.escape(f"{str(tmp_path)!r} can't be loaded: ") + ".*" + sentence) as caught:
         load(tmp_path)
     assert "\n" not in str(caught.value)
+    assert "LOAD REPORT" not in (said := "".join(capfd.readouterr())) and "[y/N]" not in said
 
 
 def test_a_conversion_of_damaged_weights_writes_nothing(model, here, capsys):

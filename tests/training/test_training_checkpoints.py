@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from megatron_tree.tools.training.checkpoint import (
     checkpoint_folder,
     fault_of,
     finish,
+    load_checkpoint,
     newest,
 )
 
@@ -50,6 +52,14 @@ def test_the_newest_that_the_tracker_allows_is_taken(tmp_path):
         newest(tmp_path)
     tracker.unlink()
     assert newest(tmp_path) == (str(newer), [])
+
+
+def test_a_run_over_another_ones_checkpoints_says_so(tmp_path):
+    args = Namespace(resume=False, load=None, save=str(tmp_path))
+    assert load_checkpoint(None, args, digest="") == (0, 0, [])
+    save(tmp_path, 3)
+    (note,) = load_checkpoint(None, args, digest="")[2]
+    assert note == f"{tmp_path} has checkpoints of another run, which this one overwrites: --resume continues it"
 
 
 @pytest.mark.parametrize(

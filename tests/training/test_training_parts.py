@@ -119,6 +119,17 @@ def test_a_resumed_run_replaces_the_steps_it_did_again(tmp_path, capsys):
     assert capsys.readouterr().out == "" and not (tmp_path / "other_rank").exists()
 
 
+def test_of_two_runs_with_one_log_the_second_is_refused(tmp_path):
+    args = argparse.Namespace(output_dir=str(tmp_path), train_iters=2)
+    first = Reporter(args, first_step=1, enabled=True)
+    first.event("start")
+    with pytest.raises(ValueError, match=f"--output-dir '{tmp_path}' is being written to by another run: name another"):
+        report(tmp_path, 1, 2, 1.0)
+    assert [record["event"] for record in read_log(tmp_path / LOG_NAME)] == ["start"]
+    first.close()
+    report(tmp_path, 2, 2, 1.0)
+
+
 def test_a_run_without_matplotlib_ends_well(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     report(tmp_path, 1, 2, 1.0)

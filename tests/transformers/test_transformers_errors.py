@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 import megatron_tree.integrations.transformers as tree_hf
 import transformers
+from megatron_tree.core import log
 from megatron_tree.integrations.transformers.infer.generation import generate
 from support.hf_models import SHAPE, prompt, tiny_model, tree_model
 from support.ranks import on_ranks, run_distributed
@@ -80,6 +81,14 @@ def test_padding_can_not_be_trained(model):
     mask = torch.tensor([[0, 1, 1, 1]])
     with pytest.raises(ValueError, match="not differentiable"):
         model(prompt(1, 4), attention_mask=mask, use_cache=False)
+
+
+def test_a_batch_without_labels_is_said(monkeypatch, caplog):
+    monkeypatch.setattr(log, "_said", set())
+    ids = prompt(1, 6)
+    for labels, times in ((ids, 0), (torch.full_like(ids, -100), 1)):
+        tree_hf.shard_batch({"input_ids": ids, "labels": labels}, cp_group=None)
+        assert [x.message.partition(":")[0] for x in caplog.records] == ["a batch has no labels"] * times
 
 
 def test_models_that_the_cache_does_not_fit():

@@ -42,8 +42,10 @@ def main(argv: list[str]) -> int:
     args = _parser().parse_args(argv)
     try:
         run(args)
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
-        print(f"plan: {error}", file=sys.stderr)
+        print(f"megatron-tree plan: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -62,7 +62,7 @@ class Grammars:
         if getattr(self._tokenizer, "backend_tokenizer", None) is None:
             raise ValueError(f"{PREFIX}needs a fast tokenizer: give one to the scheduler")
         if importlib.util.find_spec("llguidance") is None:
-            raise ValueError(f"{PREFIX}needs llguidance: pip install 'megatron_tree[serve]'")
+            raise ValueError(f"{PREFIX}needs llguidance: pip install '.[serve]' in the checkout")
         if len(json_schema) > MAX_CHARACTERS:
             raise ValueError(f"{PREFIX}it has more than {MAX_CHARACTERS:,} characters: make it smaller")
 

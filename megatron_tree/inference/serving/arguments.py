@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import sysconfig
 from pathlib import Path
 
@@ -127,7 +128,13 @@ def add_model_options(parser) -> None:
         "with one scale per token and head")  # fmt: skip
     add("--num-speculative-tokens", type=int, default=0, metavar="N", help="speculation: draft up to N tokens in a "
         "step, found in the text so far, and keep those that the model would have chosen (default: 0)")  # fmt: skip
-    add("--distributed-timeout-minutes", type=float, default=30.0, metavar="M", help="time limit of a collective")
+    add(
+        "--distributed-timeout-minutes",
+        type=float,
+        default=30.0,
+        metavar="M",
+        help="time limit of a collective (default: 30)",
+    )
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -154,8 +161,16 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
         args.prompt_file = str(Path(sysconfig.get_paths()["stdlib"]) / "heapq.py")
     for option, name in (("--prompt-file", args.prompt_file), *(("--image", name) for name in args.image)):
         check_readable(option, name)
-    if args.prompt_file is not None and (text := Path(args.prompt_file)).is_file() and not text.read_bytes().strip():
-        raise ValueError(f"--prompt-file {args.prompt_file!r} is empty: name a file with text")
+    if args.prompt_file is not None and (path := Path(args.prompt_file)).is_file():  # a pipe is read once, later
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            what = f"--prompt-file {args.prompt_file!r} is not UTF-8 (byte {error.start})"
+            raise ValueError(f"{what}: convert it, for instance with iconv") from None
+        if not text.strip():
+            raise ValueError(f"--prompt-file {args.prompt_file!r} is empty: name a file with text")
+    elif args.prompt_file is not None and world_size > 1:
+        raise ValueError(f"--prompt-file {args.prompt_file!r} must be a file: every rank reads it")
     if not args.question.strip():
         raise ValueError("--question is empty: say what to ask about the text")
     if args.check:
@@ -166,7 +181,7 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
                 "the two out"
             )
     if args.json is not None:
-        check_writable("--json", args.json)
+        check_writable("--json", args.json, args.prompt_file, *args.image)
 
 
 def _check_batch(args: argparse.Namespace) -> None:
@@ -183,7 +198,10 @@ def _check_batch(args: argparse.Namespace) -> None:
     if args.output is None:
         raise ValueError("--prompts needs --output FILE.jsonl for the answers")
     check_readable("--prompts", args.prompts)
-    check_writable("--output", args.output)
+    check_writable("--output", args.output, args.prompts)
+    for option, name in (("--prompts", args.prompts), ("--output", args.output)):  # both are read more than once
+        if Path(name).exists() and not Path(name).is_file():
+            raise ValueError(f"{option} {name!r} must be a file, no pipe or device")
     from .batch import check_lines
 
     check_lines(args.prompts)
@@ -220,13 +238,25 @@ def check_model_options(args: argparse.Namespace, world_size: int) -> None:
             f"--weights sharded splits weights and cache over all {world_size} ranks: leave "
             "--tensor-model-parallel-size out"
         )
-    if args.model != "smollm2" and not (Path(args.model) / "config.json").is_file():
-        raise ValueError(
-            f"--model {args.model!r} is neither 'smollm2' nor a folder with a config.json; "
-            "nothing is downloaded: name a local folder"
-        )
+    check_model("--model", args.model)
     if not 0 <= args.num_speculative_tokens <= MOST:
         raise ValueError(f"--num-speculative-tokens {args.num_speculative_tokens} must be from 0 (none) to {MOST}")
+
+
+def check_model(option: str, name: str) -> None:
+    """Raise ValueError where there is no model."""
+    if name != "smollm2" and not (Path(name) / "config.json").is_file():
+        way = ""
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists():
+            way = f", fetched by: hf download {name} --local-dir FOLDER"
+        elif (Path(name) / "snapshots").is_dir():  # of a hub's cache
+            way = ", one in its snapshots"
+        elif (Path(name) / "adapter_config.json").is_file():
+            way = ", into whose weights the adapter is merged (PEFT's merge_and_unload)"
+        raise ValueError(
+            f"{option} {name!r} is neither 'smollm2' nor a folder with a config.json; nothing is downloaded: name a "
+            f"local folder{way}"
+        )
 
 
 def check_readable(option: str, path: str | None) -> None:
@@ -241,8 +271,12 @@ def check_readable(option: str, path: str | None) -> None:
         raise ValueError(f"{option} {path!r} can't be read: it is a folder, name a file")
 
 
-def check_writable(option: str, path: str) -> None:
-    """Raise ValueError where a file's folder is missing or can't be written to."""
+def check_writable(option: str, path: str, *read: str | None) -> None:
+    """Raise ValueError where a file's folder is missing or can't be written to, and for a file that is also read."""
+    if any(name and Path(name).resolve() == Path(path).resolve() for name in read):
+        raise ValueError(f"{option} {path!r} would overwrite what is read: name another file")
+    if Path(path).is_dir():
+        raise ValueError(f"{option} {path!r} is a folder: name a file")
     folder = Path(path).resolve().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError(f"{option} {path!r}: the folder {str(folder)!r} does not exist or can't be written to")

@@ -286,7 +286,7 @@ def open_input(path: str | None) -> Lines:
     """
     if path is not None:
         return Lines(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-    if not os.isatty(0) and not os.path.samestat(os.fstat(0), os.stat(os.devnull)):
+    if sys.stdin is not None and not os.isatty(0) and not os.path.samestat(os.fstat(0), os.stat(os.devnull)):
         return Lines(os.dup(0))
     sys.stdout.flush()
     return Terminal()

@@ -29,7 +29,7 @@ from .arguments import sampling_params
 from .batch import BatchOptions, run_batch
 from .images import ImageFile, ImagePrompts
 from .messages import chat_text
-from .start import WAIT_HOURS, Worker, start
+from .start import WAIT_HOURS, StartError, Worker, start
 
 LOG_INTERVAL_S = 10.0  # between lines of progress in a log file
 
@@ -45,8 +45,8 @@ class BatchError(RuntimeError):
 def run(args: Namespace) -> None:
     """Generate, on this rank; collective over all ranks.
 
-    Raises on every rank: `CheckError` when the check fails, `BatchError` when prompts of a file failed, ValueError for
-    prompts that can't be run.
+    Raises on every rank: `CheckError` when the check fails, `BatchError` when prompts of a file failed, `StartError`
+    for prompts that can't be run and an output that can't be continued.
     """
     of_file = args.prompts is not None
     ready = start(args, (lambda *_: None) if of_file else functools.partial(_prompt, args))
@@ -62,7 +62,10 @@ def _run_file(args: Namespace, ready: Worker) -> None:
     about |= {"sp_size": engine.sp_size, "tp_size": engine.tp_size, "prefill_chunk": args.prefill_chunk}
     options = BatchOptions(input=args.prompts, output=args.output, sampling=sampling_params(args), about=about)
     begun = time.perf_counter()
-    result = run_batch(scheduler, ready.tokenizer, options)
+    try:
+        result = run_batch(scheduler, ready.tokenizer, options)
+    except ValueError as error:  # before anything runs
+        raise StartError(str(error)) from error
     if ready.rank == 0:
         print(
             f"{args.output}: {result.finished} answered in {time.perf_counter() - begun:.1f} s, {result.skipped} were "
@@ -82,7 +85,7 @@ def _prompt(args: Namespace, tokenizer, config) -> tuple[torch.Tensor, dict | No
     if args.image:
         prompt, images = _with_images(args, tokenizer, config)
     else:
-        text = Path(args.prompt_file).read_text(errors="replace")
+        text = Path(args.prompt_file).read_text(encoding="utf-8")
         prompt = models.encode_question(tokenizer, text, args.question)
     check_length(config, prompt.shape[1], args.max_new_tokens)
     return prompt, images
@@ -94,7 +97,7 @@ def _with_images(args: Namespace, tokenizer, config) -> tuple[torch.Tensor, dict
         raise ValueError(f"--image: the model {args.model} ({config.model_type}) reads text only: leave images out")
     if not tokenizer.chat_template:
         raise ValueError("--image: the model has no chat template, which says where images are")
-    text = Path(args.prompt_file).read_text(errors="replace").rstrip() + "\n\n" if args.prompt_file else ""
+    text = Path(args.prompt_file).read_text(encoding="utf-8").rstrip() + "\n\n" if args.prompt_file else ""
     content = [{"type": "image"}] * len(args.image) + [{"type": "text", "text": text + args.question}]
     prompt = chat_text(tokenizer, [{"role": "user", "content": content}])
     tokens, images = ImagePrompts(folder)(prompt, [ImageFile(Path(name).read_bytes()) for name in args.image])
@@ -118,7 +121,8 @@ def _run_one(args: Namespace, ready: Worker) -> None:
             keep_logits=args.check,
             images=images,
         )
-        say("", flush=True)
+        cut = result.finish_reason == "length"
+        say(f"\n[cut at --max-new-tokens {args.max_new_tokens}]" * cut, flush=True)
     figures, cache = time_figures(result), conversation.runner.cache
     local = {"rank": rank, "cached_tokens": cache.num_local_tokens, "cache_bytes": cache.nbytes}
     local |= {"weight_bytes": engine.weight_bytes}

@@ -164,7 +164,7 @@ def _start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Worker:
         if args.weights == "sharded":
             shared = f"the cache{cache} and the weights over all"
         print(
-            f"{args.model} on {world} ranks ({device.type}, {dtype}): {shared}; ready after "
+            f"{args.model} on {world} rank{'s' * (world > 1)} ({device.type}, {dtype}): {shared}; ready after "
             f"{time.perf_counter() - begun:.1f} s",
             flush=True,
         )

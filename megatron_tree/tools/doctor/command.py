@@ -10,6 +10,7 @@ import sys
 from ...core.config import CP_COMM_TYPES
 from ...core.plan import check_heads
 from ...core.units import parse_count
+from ...inference.serving.arguments import check_model, check_readable
 from ...launching import new_parser
 
 EXAMPLES = """\
@@ -52,23 +53,25 @@ def main(argv: list[str]) -> int:
             sections.append(findings.megatron(args.cp, args.cp_comm_type))
         sections.append(findings.kernels(args))
     except (ValueError, OSError) as error:
-        print(f"doctor: {error}", file=sys.stderr)
+        print(f"megatron-tree doctor: {error}", file=sys.stderr)
         return 2
     print(findings.as_text(sections))
     return 1 if findings.missing(sections) else 0
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from . import findings
-    from .step import compare_steps
-
     for name, default in STEP.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
     try:
+        check_model("--compare: model", args.compare)
+        check_readable("--text", args.text)
+        from . import findings
+        from .step import compare_steps
+
         section = compare_steps(args)
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"doctor: {error}", file=sys.stderr)
+        print(f"megatron-tree doctor: {error}", file=sys.stderr)
         return 1 if isinstance(error, RuntimeError) else 2
     print(findings.table(section))
     return 1 if findings.missing([section]) else 0

@@ -113,7 +113,7 @@ def packages(purpose: str) -> Section:
         except importlib.metadata.PackageNotFoundError:
             needed = name in NEEDED[purpose]
             extra = _EXTRA.get(name)
-            way = f"pip install 'megatron_tree[{extra}]'" if extra else f"pip install {name}"
+            way = f"pip install '.[{extra}]' in the checkout" if extra else f"pip install {name}"
             findings.append(
                 Finding(name, "not installed", f"for {use}{f': {way}' * needed}", MISSING if needed else OK)
             )

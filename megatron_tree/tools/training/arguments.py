@@ -103,7 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--keep-checkpoints", type=int, metavar="N", help="delete all but the newest N; default: keep all")
     add("--resume", **switch, help="continue the run in --save, if there is one")
     add("--load", metavar="DIR", help="start with the weights in this folder, of --save or megatron-tree convert")
-    add("--output-dir", default="runs/train", metavar="DIR", help="for train.jsonl and loss.png")
+    add("--output-dir", default="runs/train", metavar="DIR", help="for train.jsonl and loss.png (default: runs/train)")
     return parser
 
 

@@ -115,11 +115,15 @@ def load_checkpoint(trainee: Trainee, args: argparse.Namespace, *, digest: str) 
         if checkpoint is not None:
             return _continue(trainee, args, checkpoint, digest, notes)
         notes = [f"no checkpoint in {args.save} yet: starting a new run"]
+    elif args.save is not None and (Path(args.save) / TRACKER).is_file():
+        notes = [f"{args.save} has checkpoints of another run, which this one overwrites: --resume continues it"]
     if args.load is None:
         return 0, 0, notes
     checkpoint, warnings = _on_first_rank(lambda: newest(args.load), args)
     if checkpoint is None:
-        raise ValueError(f"load={args.load!r} has no checkpoint: name a folder that --save wrote, or leave --load out")
+        raise ValueError(
+            f"--load {args.load!r} has no checkpoint: name a folder that --save wrote, or leave --load out"
+        )
     _on_first_rank(lambda: check_index(Path(checkpoint)), args)
     common = read_common(checkpoint)
     _compare(common["options"], args, NEW_MODEL, checkpoint)

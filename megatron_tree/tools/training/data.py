@@ -70,7 +70,7 @@ def open_tokenizer(folder: str) -> Any:
     if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):  # AutoTokenizer would make an empty one
         raise ValueError(f"tokenizer_model={folder!r} is no folder with one of {', '.join(TOKENIZER_FILES)}")
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # of many kinds
         raise ValueError(
             f"tokenizer_model={folder!r} is no tokenizer that Transformers can read: {str(error).splitlines()[0]}"

@@ -51,6 +51,19 @@ class LossTooHigh(Exception):
     """The final loss misses --assert-below-unigram; raised on every rank."""
 
 
+class StartError(ValueError):
+    """The data or the checkpoint can't be trained with these options; the text says why. Raised on every rank."""
+
+
+@contextlib.contextmanager
+def start_errors() -> Iterator[None]:
+    """A ``ValueError`` becomes a `StartError`."""
+    try:
+        yield
+    except ValueError as error:
+        raise StartError(str(error)) from error
+
+
 @contextlib.contextmanager
 def recorded_signals() -> Iterator[list[int]]:
     """In this context `STOP_SIGNALS` are only recorded, in the list; all ranks stop after the same step."""
@@ -83,16 +96,18 @@ def train(args: argparse.Namespace, device: torch.device, received: list[int]) -
     """Train as the options say, until `received` holds a signal on some rank. All ranks call it, with the default
     process group initialized.
 
-    Raises: ValueError for options that don't fit the checkpoint or the data.
+    Raises: StartError for options that don't fit the checkpoint or the data.
     """
-    text, digest = _open_text(args)
+    with start_errors():
+        text, digest = _open_text(args)
     with comm.monitored("the start"):
         initialize_rerun_state_machine(mode=RerunMode.DISABLED)
         start_model_parallel(args)
         trainee = build_trainee(args, device)
         trainee.model.train()
-        iteration, samples, notes = load_checkpoint(trainee, args, digest=digest)
-        reporter = Reporter(args, first_step=iteration + 1, enabled=dist.get_rank() == 0)
+        with start_errors():
+            iteration, samples, notes = load_checkpoint(trainee, args, digest=digest)
+            reporter = Reporter(args, first_step=iteration + 1, enabled=dist.get_rank() == 0)
         unigram = text.unigram_entropy()
         title, lines = _introduction(args, text, trainee, unigram)
         reporter.event("start", title=title, first_step=iteration + 1, options=vars(args), unigram_loss=unigram)
@@ -214,7 +229,8 @@ def _introduction(args: argparse.Namespace, text: PackedText, trainee: Trainee, 
     """A title, and lines that say more."""
     dp, parameters = parallel_state.get_data_parallel_world_size(), sum(p.numel() for p in trainee.model.parameters())
     attention = args.cp_comm_type if args.context_parallel_size > 1 else "Megatron's own attention"
-    title = f"{dist.get_world_size()} ranks, context parallel {args.context_parallel_size}: {attention}"
+    world = dist.get_world_size()
+    title = f"{world} rank{'s' * (world > 1)}, context parallel {args.context_parallel_size}: {attention}"
     return title, (
         f"{title}; data parallel {dp}, {parameters:,} parameters on rank 0\n"
         f"{text.tokens.size:,} tokens of text; a unigram model of it has loss {unigram:.4f}\n"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ...core.files import append, read_json, whole_file, writing
 
@@ -23,6 +24,7 @@ class Reporter:
         args: options; output_dir and train_iters are used.
         first_step: of this run, from 1. A resumed run continues the log; the steps that it repeats are replaced.
         enabled: False on all ranks but one.
+    Raises: ValueError where another run writes to the log.
     """
 
     def __init__(self, args: argparse.Namespace, *, first_step: int, enabled: bool):
@@ -33,11 +35,12 @@ class Reporter:
         log = self._log = self._folder / LOG_NAME
         with writing(log):
             self._folder.mkdir(parents=True, exist_ok=True)
-        earlier = read_log(log) if first_step > 1 and log.exists() else []
+        former = _open_alone(log)
+        earlier = read_log(log) if first_step > 1 else []
         with whole_file(log) as part:
             part.write_text("".join(json.dumps(r) + "\n" for r in earlier if r.get("step", 0) < first_step))
-        with writing(log):
-            self._file = log.open("ab", buffering=0)
+        with former:
+            self._file = _open_alone(log)
         self._ends = (first_step, self._last)
         self._interval = max(1, (self._last - first_step + 1) // LINES_PER_RUN)
 
@@ -72,6 +75,20 @@ class Reporter:
             self.say(f"no {PLOT_NAME}: matplotlib is not installed")
         else:
             draw_losses(read_log(self._log), self._folder / PLOT_NAME)
+
+
+def _open_alone(log: Path) -> BinaryIO:
+    """The log, to append to it; locked while it is open."""
+    with writing(log):
+        file = log.open("ab", buffering=0)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(f"--output-dir {str(log.parent)!r} is being written to by another run: name another") from None
+    except OSError:  # a file system without locks
+        pass
+    return file
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

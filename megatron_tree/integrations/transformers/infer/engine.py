@@ -134,7 +134,7 @@ def generate(
         rank 0's on every rank, tensor-parallel or not.
     """
     if not hasattr(engine, "new_cache"):
-        raise ValueError(f"engine is a {type(engine).__name__}: pass what init_inference returns")
+        raise ValueError(f"engine is a {type(engine).__name__}: pass what init_inference returns, or share_model")
     cache = engine.new_cache() if cache is None else cache
     options = engine.runner_options | options
     return generate_with_model(engine.module, input_ids, cache=cache, max_new_tokens=max_new_tokens, **options)

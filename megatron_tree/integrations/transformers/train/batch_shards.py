@@ -18,6 +18,7 @@ from ....core.attention.sequences import dispatch_documents, dispatch_prefix_tre
 from ....core.comm import group_rank, group_size, process_group
 from ....core.config import TreeConfig
 from ....core.layout import Dispatched, PrefixTree, document_positions, documents_over
+from ....core.log import warn_once
 
 IGNORED = -100  # Transformers' label of a token that has no loss
 BATCH_KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
@@ -181,6 +182,8 @@ def shard_batch(
     shard |= {"input_ids": whole.share(ids), "position_ids": whole.share(positions)}
     if labels is not None:
         shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        if group_rank(cp_group) == 0 and (shifted == IGNORED).all():
+            warn_once("a batch has no labels: all are -100, so nothing is learned from it")
         shard["labels"] = whole.share(shifted).masked_fill(rows < 0, IGNORED)
     about = SequenceShard(
         num_tokens=len(rows),
