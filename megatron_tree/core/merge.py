@@ -187,7 +187,7 @@ class IntegerReducer:
     def narrow(self, *sums: Tensor) -> Tensor:
         """int32 [..., words], of tensors that are the sums one after another, and are overwritten."""
         num_bytes = self._n * (4 if self._rest is None else 4 + self._rest.itemsize)
-        packed = sums[0].new_zeros(*sums[0].shape[:-1], -(-num_bytes // 4), dtype=torch.int32)
+        packed = sums[0].new_empty(*sums[0].shape[:-1], -(-num_bytes // 4), dtype=torch.int32)
         sizes = [x.shape[-1] for x in sums]
         for x, lower in zip(sums, packed[..., : self._n].split(sizes, -1)):
             lower.copy_(x)  # modulo 2^32
@@ -198,8 +198,13 @@ class IntegerReducer:
 
     def merge(self, parts: Tensor) -> Tensor:
         """Sum [m, ..., words] to int64 [..., n]."""
-        total = parts[..., : self._n].sum(0, dtype=torch.int64)
-        return total if self._rest is None else total.add_(self._rest_of(parts).sum(0, dtype=torch.int64) << 32)
+        total = parts[0, ..., : self._n].to(torch.int64)
+        for part in parts[1:]:  # one by one: torch's sum would copy all of them to int64 first
+            total += part[..., : self._n]
+        if self._rest is not None:
+            for rest in self._rest_of(parts):
+                total.add_(rest, alpha=1 << 32)
+        return total
 
     def _rest_of(self, packed: Tensor) -> Tensor:
         return packed[..., self._n :].view(self._rest)[..., : self._n]

@@ -102,11 +102,13 @@ class IntegersBackward(_Backward):
         self.steps = Steps(largest, v, q_segments=cell.queries.arriving, **keys, spec=spec, group=group)
         block = dict(q_segments=cell.queries.local, **keys, spec=spec, steps=self.steps)
         dq, *sums = cell.backend.attn_bwd(self.dout, q, k, v, lse, self.delta, **block)
+        del k, v  # room for copies of the sums
         self.grads, team = (dq,), cell.keys.team
-        del k, v  # as much memory as a sum
         sums = [x.transpose(0, 1).reshape(team.size, -1) for x in sums]
         reducer = IntegerReducer(self._largest(sums), sum(x.shape[1] for x in sums))
-        self.reduction = comm.start_reduce_scatter(reducer.narrow(*sums), team, reducer)
+        packed = reducer.narrow(*sums)
+        del sums
+        self.reduction = comm.start_reduce_scatter(packed, team, reducer)
         if self.sinks is not None:
             statistics = unpack_statistics(bits[0][0], self.delta, 2)
             self.dsinks = grads_of_sinks(self.sinks, *statistics, cell)

@@ -6,13 +6,14 @@ the largest entry of a vector, and n_i the keys that query i sees, of which one 
 
     dv: e = max_i |dout_i| / n_i      dk: e = softmax_scale max_i (max_a |v_a| |dout_i| + |delta_i|) |q_i| / n_i
 
-are about what one query adds at least; a step is 2^-32 of e, of inputs in bf16 and fp16 2^-24. With p <= 1, equations
+are about what one query adds at least; a step is 2^-30 of e for dk and 2^-28 for dv, of inputs in bf16 and fp16 2^-24:
+errors stay those of dense attention in the same dtype, and sums mostly fit into 32 bits. With p <= 1, equations
 (5) to (7) of docs/design.md bound the sums of all n queries of a document that share a KV head:
 
     |dv_a| <= n max_i |dout_i|      |dk_a| <= n softmax_scale max_i (d_v |dout_i| max_a |v_a| + |delta_i|) |q_i|
 
 A step is 2^-60 of that at least, so that int64 does not overflow where rounding makes p larger than 1. On the wire a
-sum has as many bytes as the largest one of all ranks needs (`IntegerReducer`), mostly 5 or 4.
+sum has as many bytes as the largest one of all ranks needs (`IntegerReducer`), 4 or more.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from ..merge import state_dtype
 from ..spec import AttnSpec
 
 BITS = 60  # of the bound
-ACCURACY = {torch.float32: 32, torch.float16: 24, torch.bfloat16: 24}  # bits of e, by dtype of inputs
+ACCURACY = {torch.float32: (30, 28), torch.float16: (24, 24), torch.bfloat16: (24, 24)}
+"""Bits of e of dk and of dv, by dtype of inputs."""
 
 
 class Steps:
@@ -52,7 +54,8 @@ class Steps:
         bounds = _of_keys(of_queries, v.shape[-1] * of_v, spec) * n[:, None, None, None]
         exponents = BITS - torch.frexp(bounds).exponent
         if v.dtype in ACCURACY:
-            accurate = ACCURACY[v.dtype] - torch.frexp(_of_keys(of_even, of_v, spec)).exponent
+            bits = torch.tensor(ACCURACY[v.dtype], device=v.device)
+            accurate = bits - torch.frexp(_of_keys(of_even, of_v, spec)).exponent
             exponents = torch.minimum(exponents, accurate)
         exponents = exponents.clamp(-126, 126)
         if dtype == torch.float64:
