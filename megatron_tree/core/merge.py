@@ -176,6 +176,43 @@ class SumReducer:
         return total.to(self.wire)
 
 
+class IntegerReducer:
+    """Reduces sums of int64 [..., n]: on the wire the lower halves of all, then the rest in as few bytes as do."""
+
+    def __init__(self, largest: int, n: int):
+        """largest: what no sum's absolute value exceeds, on any rank or of all ranks together."""
+        self._n, fits = n, (d for d in (torch.int8, torch.int16) if largest < (1 << 8 * d.itemsize + 31) - HALF)
+        self._rest = None if largest < HALF else next(fits, torch.int32)
+
+    def narrow(self, *sums: Tensor) -> Tensor:
+        """int32 [..., words], of tensors that are the sums one after another, and are overwritten."""
+        num_bytes = self._n * (4 if self._rest is None else 4 + self._rest.itemsize)
+        packed = sums[0].new_empty(*sums[0].shape[:-1], -(-num_bytes // 4), dtype=torch.int32)
+        sizes = [x.shape[-1] for x in sums]
+        for x, lower in zip(sums, packed[..., : self._n].split(sizes, -1)):
+            lower.copy_(x)  # modulo 2^32
+        if self._rest is not None:
+            for x, rest in zip(sums, self._rest_of(packed).split(sizes, -1)):
+                rest.copy_(x.add_(HALF).bitwise_right_shift_(32))
+        return packed
+
+    def merge(self, parts: Tensor) -> Tensor:
+        """Sum [m, ..., words] to int64 [..., n]."""
+        total = parts[0, ..., : self._n].to(torch.int64)
+        for part in parts[1:]:  # one by one: torch's sum would copy all of them to int64 first
+            total += part[..., : self._n]
+        if self._rest is not None:
+            for rest in self._rest_of(parts):
+                total.add_(rest, alpha=1 << 32)
+        return total
+
+    def _rest_of(self, packed: Tensor) -> Tensor:
+        return packed[..., self._n :].view(self._rest)[..., : self._n]
+
+
+HALF = 1 << 31
+
+
 @dataclass(frozen=True)
 class AffineMaps:
     """Maps S -> M S + U of recurrent states [d, d_v], packed: M, then U. A state is packed as U alone: its M is 0."""

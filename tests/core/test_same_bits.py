@@ -21,7 +21,7 @@ from megatron_tree import (
     tree_decode,
     tree_prefill,
 )
-from megatron_tree.core import energy
+from megatron_tree.core import comm, energy
 from megatron_tree.core.attention.call import PlannedAttention
 from megatron_tree.core.cache.pages import quantize
 from megatron_tree.core.dropout import keep_weights
@@ -292,8 +292,9 @@ WHOLE = (
 )
 
 
-def _on_ranks_by(rank, size, drawn, schedule):
-    """`_on_ranks` with this backward wherever there is one for several ranks."""
+@contextlib.contextmanager
+def _backward_by(schedule):
+    """This backward wherever there is one for several ranks; gives the list of those that are taken."""
     plan_on, taken = PlannedAttention.plan_on, []
 
     def named(self, *args, **options):
@@ -304,6 +305,11 @@ def _on_ranks_by(rank, size, drawn, schedule):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PlannedAttention, "plan_on", named)
+        yield taken
+
+
+def _on_ranks_by(rank, size, drawn, schedule):
+    with _backward_by(schedule) as taken:
         found = _on_ranks(rank, size, drawn)
     worlds = {seat.world for _, seats in drawn for seat in seats if max(1, rank) < seat.world}
     assert sum(x.schedule == schedule for x in taken) >= len(worlds)
@@ -317,6 +323,20 @@ def test_both_backwards_give_the_same_bits(case, schedule):
     drawn = [(problem, [Seat(world, layout, config) for world, layout, config in seats])]
     drawn[0][1].extend([Seat(1, "zigzag", {}, alone=True)] * (problem.batch > 1))
     _check(drawn, run_distributed(_on_ranks_by, 4, drawn, schedule, timeout=300))
+
+
+@on_ranks(2, timeout=60)
+def test_gradients_of_keys_travel_in_few_bytes(rank):
+    """More where many queries see one key alone."""
+    for dtype, factor, num_bytes in ((torch.float32, 1, 4), (torch.float32, 1000, 5), (torch.bfloat16, 1, 4)):
+        q, k, v, dout = make_inputs(4 * LEAF, (4, 1), batch=1, d=16, d_v=24, dtype=dtype)
+        k[:, 0] *= factor
+        q, k, v, dout = (x.chunk(2, 1)[rank].clone().requires_grad_() for x in (q, k, v, dout.abs()))
+        config, group = TreeConfig(deterministic="ranks"), dist.group.WORLD
+        with _backward_by("integers"), comm.record() as log:
+            tree_attn_func(q, k, v, cp_group=group, layout="contiguous", config=config).backward(dout)
+        sent = [x.bytes for x in log if x.op == "all_to_all"]
+        assert sent == [2 * LEAF * 40 * num_bytes], (sent, log)
 
 
 @pytest.mark.slow
@@ -492,7 +512,11 @@ def test_a_model_with_a_sharded_cache(rank):
 
 
 def _generated(rank, world, family):
-    """(tokens, logits) of two prompts' answers; None where products of fewer rows have other bits in torch."""
+    """(tokens, logits) of two prompts' answers, and on rank 0 the logits of three that are served; None where products
+    of fewer rows have other bits in torch."""
+    from megatron_tree.inference.generation.requests import Request
+    from megatron_tree.inference.generation.sampling import SamplingParams
+    from megatron_tree.inference.generation.scheduler import Scheduler
     from megatron_tree.integrations.transformers.infer.engine import generate, share_model
     from support.hf_models import tiny_model
 
@@ -506,7 +530,15 @@ def _generated(rank, world, family):
     engine = share_model(model, tree_config=TreeConfig(deterministic="ranks"))
     prompts = torch.randint(model.config.vocab_size, (rows, tokens), generator=torch.Generator().manual_seed(0))
     found = generate(engine, prompts, max_new_tokens=4, keep_logits=True)
-    return found.tokens, torch.stack(found.logits, 1)
+    served, scheduler = [], Scheduler(engine.new_runner(), max_rows=2, max_waiting=3)
+    for prompt in (*prompts, prompts[0].flip(0)):  # one by one: prompts of one turn are one product on one rank
+        if rank == 0:
+            sampling = SamplingParams(max_tokens=3, temperature=0.0)
+            scheduler.submit(Request(prompt=prompt, sampling=sampling, keep_logits=True), served.append)
+        scheduler.run_once()
+    scheduler.run_until_idle()
+    logits = [x.logits for x in served if x.logits is not None]
+    return found.tokens, torch.stack(found.logits, 1), torch.stack(logits) if logits else None
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("gpt_oss", marks=pytest.mark.slow)])
@@ -516,8 +548,10 @@ def test_generation_has_the_same_bits_on_any_number_of_ranks(family):
     results = [x for world in (1, 2, 4) for x in run_distributed(_generated, world, family)]
     if any(x is None for x in results):
         pytest.skip("the dense layers' products of fewer rows have other bits on this processor")
-    tokens, logits = results[0]
-    assert all(torch.equal(x, tokens) and torch.equal(y, logits) for x, y in results[1:])
+    tokens, logits, served = results[0]
+    assert len(served) == 9
+    for x, y, z in results[1:]:
+        assert torch.equal(x, tokens) and torch.equal(y, logits) and (z is None or torch.equal(z, served))
 
 
 def _printed(rank, world, program):
@@ -628,5 +662,5 @@ def test_the_plan_says_what_is_sent():
     assert "rows gathered among 4" in plan.reason
     assert plan_training(p, shape, deterministic="ranks", **call).forward.ulysses_size in (1, 2)
     integers = plan_training(p, shape, deterministic="ranks", integers=True, ulysses_size=1, **call)
-    assert integers.forward == plan.forward and integers.backward.cost.bytes == kv + 2 * kv
+    assert integers.forward == plan.forward and integers.backward.cost.bytes == kv + kv
     assert "gradients added up as integers" in integers.reason

@@ -4,7 +4,8 @@ In the forward a rank has all keys, and attends with its own queries: every row 
 from all that it depends on (kernels/leaves.py). The backward has two forms with the same bits:
 
 - "integers", where every leaf of queries lies on one rank: a rank computes its queries and all keys, dq and its part of
-  dk and dv. These parts are integers (kernels/steps.py), which are reduced as other gradients are, in 8 bytes.
+  dk and dv. These parts are integers (kernels/steps.py), which are reduced as other gradients are, in as many bytes as
+  the largest one needs.
 - "gather": a rank has all queries, too, and computes dq of its own queries, dk and dv of its own keys. Blocks of one
   rank's queries and another's keys are computed on both, and queries travel; nothing is reduced.
 """
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from .. import comm
 from ..kernels import Steps, largest_of, sum_rows
-from ..merge import State, SumReducer, pack_statistics, unpack_statistics
+from ..merge import IntegerReducer, State, pack_statistics, unpack_statistics
 from ..plan import Stages
 from .cell import Cell, Grads, HeadChunk, Residuals, weights_of_sinks
 
@@ -84,8 +85,8 @@ class IntegersBackward(_Backward):
     def gather(self) -> None:
         q, k, v, lse = self.residuals
         queries, keys = self.cell.queries, self.cell.keys
-        segments = dict(q_segments=queries.local, all_segments=queries.arriving)
-        largest = largest_of(self.dout, q, self.delta, k.shape[2], **segments)
+        segments = dict(q_segments=queries.local, all_segments=queries.arriving, k_segments=keys.arriving)
+        largest = largest_of(self.dout, q, self.delta, k.shape[2], **segments, spec=self.chunk.spec)
         self.arriving = [keys.start_gather(k, v), comm.start_gather(largest, queries.team)]
         if self.sinks is not None:
             self.arriving.append(queries.start_gather(pack_statistics(lse, self.delta, wire=q.dtype)))
@@ -101,19 +102,34 @@ class IntegersBackward(_Backward):
         self.steps = Steps(largest, v, q_segments=cell.queries.arriving, **keys, spec=spec, group=group)
         block = dict(q_segments=cell.queries.local, **keys, spec=spec, steps=self.steps)
         dq, *sums = cell.backend.attn_bwd(self.dout, q, k, v, lse, self.delta, **block)
-        self.grads, reducer = (dq,), SumReducer(self.steps.dtype, self.steps.dtype)
-        self.reduction = cell.keys.start_reduce(torch.cat(sums, -1), reducer)
+        del k, v  # room for copies of the sums
+        self.grads, team = (dq,), cell.keys.team
+        sums = [x.transpose(0, 1).reshape(team.size, -1) for x in sums]
+        reducer = IntegerReducer(self._largest(sums), sum(x.shape[1] for x in sums))
+        packed = reducer.narrow(*sums)
+        del sums
+        self.reduction = comm.start_reduce_scatter(packed, team, reducer)
         if self.sinks is not None:
             statistics = unpack_statistics(bits[0][0], self.delta, 2)
             self.dsinks = grads_of_sinks(self.sinks, *statistics, cell)
+
+    def _largest(self, sums: list[Tensor]) -> int:
+        """What no sum exceeds, of all ranks together."""
+        ends = torch.stack([end for x in sums for end in (x.aminmax() if x.numel() else x.new_zeros(2))])
+        by_rank = comm.start_gather(ends[None], self.cell.keys.team).wait().tolist()
+        return sum(max(map(abs, of_rank)) for of_rank in by_rank)
 
     def advance(self) -> None:
         self.reduction.advance()
 
     def give_back(self) -> None:
         _, k, v, _ = self.residuals
-        sums, self.reduction = self.cell.keys.reduced(self.reduction, k.shape[1]), None
-        self.grads += self.steps.values(*sums.split((k.shape[3], v.shape[3]), -1), self.cell.keys.at)
+        (sums,), self.reduction = self.reduction.wait(), None
+        (b, s, h, d), d_v = k.shape, v.shape[3]
+        rows = self.cell.keys.num_rows
+        of_keys = zip(sums.split((rows * b * h * d, rows * b * h * d_v)), (d, d_v))
+        parts = (x.view(rows, b, h, width)[:s].transpose(0, 1) for x, width in of_keys)
+        self.grads += self.steps.values(*parts, self.cell.keys.at)
 
 
 def grads_of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor, cell: Cell) -> Tensor:

@@ -76,12 +76,13 @@ def attn_bwd(
     of_q, of_dout, *statistics = (
         pairs.queries.cut(x, n) for x in (q, dout, *(x.transpose(1, 2)[..., None] for x in (lse, delta)))
     )
-    of_k, of_v = pairs.keys.cut(k, n), pairs.keys.cut(v, n)
+    of_keys = [pairs.keys.cut(k, n), pairs.keys.cut(v, n)]
     of_q = of_q * spec.softmax_scale
     local = steps or _steps_of_all(dout, q, v, delta, q_segments, k_segments, spec)
-    dq, dk, dv = torch.zeros_like(of_q), *(torch.zeros_like(x, dtype=local.dtype) for x in (of_k, of_v))
+    dq, dk, dv = torch.zeros_like(of_q), *(torch.zeros_like(x, dtype=local.dtype) for x in of_keys)
     has_q, has_k = (x.has(rows) for x, rows in zip((pairs.queries, pairs.keys), own or (slice(None),) * 2))
-    for at in pairs.tiles(q.shape[0], n):
+
+    def derive(at: tuple[int, int, int]) -> None:
         i, heads = at[-1], at[:-1]
         q_i, dout_i, lse_i, delta_i, dq_i = (_rows(x, at) for x in (of_q, of_dout, *statistics, dq))
         per_unit = local.per_unit[local.numbers[pairs.queries.numbers[i][0]]][at[0]][at[1]]
@@ -89,7 +90,7 @@ def attn_bwd(
             for_keys = any(has_k[j])
             if not (has_q[i] or for_keys):
                 continue
-            k_j, v_j, dk_j, dv_j = (_rows(x, (*heads, j)) for x in (of_k, of_v, dk, dv))
+            k_j, v_j, dk_j, dv_j = (_rows(x, (*heads, j)) for x in (*of_keys, dk, dv))
             s, slope = pairs.logits(q_i, k_j, at, j)
             p, weights = s.sub_(lse_i).exp_(), pairs.dropout_weights(at, j)
             dp = torch.mm(dout_i, v_j.T, out=pairs.memory(1, len(v_j)))
@@ -103,15 +104,20 @@ def attn_bwd(
             if for_keys:
                 local.add(dk_j, torch.mm(ds.T, q_i), per_unit[0])  # d2F/dk dzeta: (7)
                 local.add(dv_j, torch.mm(dropped.T, dout_i), per_unit[1])  # d2F/dv dzeta: (5)
-    dk, dv = pairs.keys.join(dk), pairs.keys.join(dv)
+
+    for at in pairs.tiles(q.shape[0], n):
+        derive(at)
+    of_keys.clear()  # memory for dk, and then dv, in another order
+    dk = pairs.keys.join(dk)
+    dv = pairs.keys.join(dv)
     return pairs.queries.join(dq.mul_(spec.softmax_scale)), *(local.values(dk, dv) if steps is None else (dk, dv))
 
 
 def _steps_of_all(dout, q, v, delta, q_segments, k_segments, spec: AttnSpec) -> Steps:
     """From all queries."""
-    largest = largest_of(dout, q, delta, v.shape[2], q_segments=q_segments, all_segments=q_segments)
-    group = q.shape[2] // v.shape[2]
-    return Steps(largest, v, q_segments=q_segments, k_segments=k_segments, spec=spec, group=group)
+    call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec)
+    largest = largest_of(dout, q, delta, v.shape[2], all_segments=q_segments, **call)
+    return Steps(largest, v, **call, group=q.shape[2] // v.shape[2])
 
 
 def sum_rows(x: Tensor, q_segments) -> Tensor:

@@ -157,7 +157,7 @@ def grid_plan(
 
     local_first: whether the local queries meet the local keys while the first chunk is gathered. On a grid of one row,
     schedule may be "gather": in the backward the key team gathers queries, too, and nothing is reduced; or "integers":
-    gradients of keys are reduced in int64.
+    gradients of keys are reduced in 4 bytes each, if no sum needs more.
     """
     u, (a, b) = arrangement.u, arrangement.grid
     sizes = sizes.split(split) if u > 1 else sizes
@@ -169,8 +169,8 @@ def grid_plan(
     if schedule in ("gather", "integers"):
         leaves = b * sizes.kv + sizes.q + 2 * sizes.o  # copies in fp32, and results twice
         if schedule == "integers":
-            back *= 2 * sizes.widening
-            leaves = b * 7 * sizes.kv + 3 * sizes.q + sizes.o
+            back *= sizes.widening
+            leaves = b * 5 * sizes.kv + 3 * sizes.q + sizes.o
         elif backward:
             along, back = along + down, 0
             compute *= (7 - 2 / b) / 5  # three products for dq, four for dk and dv, both together five
