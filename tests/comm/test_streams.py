@@ -1,6 +1,7 @@
 """Collectives on a GPU's side streams, with stand-ins for the streams: whose memory is kept until they have read it."""
 
 import contextlib
+import functools
 import gc
 import weakref
 from types import SimpleNamespace
@@ -8,11 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_tree import TreeConfig, tree_attn_func
+from megatron_tree import TreeConfig, shard_sequence, tree_attn_func, tree_attn_varlen_func, tree_decode
 from megatron_tree.core import comm
 from megatron_tree.core.attention import cell
+from megatron_tree.core.cache.graph import traced
 from megatron_tree.core.comm import collectives, work
+from megatron_tree.core.config import DECODE_SCHEDULES
 from megatron_tree.core.kernels import Backend
 from support.bound import bound
 from support.ranks import run_distributed
@@ -229,3 +233,65 @@ def test_the_order_of_streams_gives_the_same_bits(schedule):
         "gather": dict(deterministic="ranks", head_chunks=2),
     }
     assert all(run_distributed(_in_either_order, 4, options[schedule]))
+
+
+def _apart(kernel):
+    """Not looked at: what a backend does inside is its own."""
+
+    def run(*args, **options):
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return kernel(*args, **options)
+
+    return run
+
+
+def _repeated_calls(group, world):
+    """Calls of every schedule, by name."""
+    torch.manual_seed(0)
+    bounds = torch.tensor([0, 8, 8 * world])  # read once
+    q, k, v = (shard_sequence(torch.randn(1, 8 * world, h, 8), group, 1).requires_grad_() for h in (8, 2, 2))
+    sinks, call = torch.zeros(8, requires_grad=True), dict(transport="builtin", check="never", tune=False)
+
+    def train(config, **options):
+        out, lse = tree_attn_func(
+            q, k, v, cp_group=group, causal=True, return_lse=True, config=TreeConfig(**call, **config), **options
+        )
+        (out.sum() + lse.sum()).backward()
+
+    def pack(config):
+        x, config = (x.detach()[0].requires_grad_() for x in (q, k, v)), TreeConfig(**call, **config)
+        tree_attn_varlen_func(*x, cu_seqlens=bounds, layout="zigzag", cp_group=group, config=config).sum().backward()
+
+    for config in (
+        {"grid": (2, 2), "grid_backward": (1, 4), "head_chunks": 2},
+        {"schedule": "ring"},
+        {"ulysses_size": 4},  # more ranks than KV heads
+        {"ulysses_size": 2, "grid": (1, 2)},
+    ):
+        yield str(config), functools.partial(train, config, sinks=sinks)
+    yield "cast", functools.partial(train, {"schedule": "cast"}, window_size=(9, 0))
+    for config in ({"grid": (2, 2)}, {"schedule": "ring"}):
+        yield f"documents, {config}", functools.partial(pack, config)
+    token, shard = torch.randn(1, 1, 8, 8), (k.detach(), v.detach())
+    for schedule in set(DECODE_SCHEDULES) - {"ring"}:  # whose ranks ask one another how much they hold
+        step = functools.partial(tree_decode, token, *shard, cp_group=group, schedule=schedule)
+        yield schedule, functools.partial(step, config=TreeConfig(**call))
+
+
+def _waiting(rank, world):
+    """Of calls that were made before: what a GPU's host would copy to the device or wait for."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("attn_fwd", "attn_bwd", "attn_decode"):
+            patch.setattr(Backend, name, _apart(getattr(Backend, name)))
+        for name, call in _repeated_calls(torch.distributed.group.WORLD, world):
+            call()
+            with traced() as operations:
+                call()
+            found[name] = [name for name, *_ in operations if name == "aten::lift_fresh"]  # numbers, lists as indices
+    return found
+
+
+def test_the_host_neither_waits_nor_copies_in_repeated_calls():
+    for found in run_distributed(_waiting, 4):
+        assert len(found) > 10 and not any(found.values()), found

@@ -33,12 +33,14 @@ def codes(folder, *what) -> list[Code]:
 def check(found: list[Code], arch: str, known: dict = {}) -> None:  # noqa: B006
     """known: (kernel, head dims, dtype) -> accesses to a thread's own memory in the loop that are put up with; fp16 has
     bf16's."""
+    bad = []
     for code in found:
-        assert code.shared <= SHARED[arch], code
-        assert not code.serialized, code
-        assert code.instructions > 50, code  # a loop was found
         dtype = "bfloat16" if code.dtype == "float16" else code.dtype
-        assert code.local <= known.get((code.kernel, *code.head_dims, dtype), 0), code
+        local = known.get((code.kernel, *code.head_dims, dtype), 0)
+        has_loop = code.instructions > 50
+        if code.shared > SHARED[arch] or code.serialized or not has_loop or code.local > local:
+            bad.append(code)
+    assert not bad, "\n".join(map(str, bad))
 
 
 def test_a_sample(tmp_path):
@@ -117,14 +119,13 @@ FEW = {  # accesses to memory of their own that tiles without any would be slowe
     },
     "sm_90": {
         ("attn_bwd_dq_kernel with tangents", 128, 128, "float32"): 1,
-        ("attn_decode_kernel, 8 heads over float8_e4m3fn", 256, 256, "bfloat16"): 9,
+        ("attn_decode_kernel, 64 heads", 256, 256, "bfloat16"): 1,
     },
     "sm_100": {
         ("attn_fwd_kernel", 192, 128, "bfloat16"): 11,
         **{(f"attn_decode_kernel, {heads} heads", 576, 512, "bfloat16"): 1 for heads in (64, 128)},
         ("attn_fwd_kernel with tangents", 128, 128, "float32"): 2,
         ("attn_bwd_dq_kernel with tangents", 128, 128, "float32"): 6,
-        ("attn_decode_kernel, 8 heads over float8_e4m3fn", 256, 256, "bfloat16"): 43,  # to be mended
     },
     "sm_120": {
         ("attn_decode_kernel, 128 heads", 256, 256, "bfloat16"): 2,

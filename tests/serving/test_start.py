@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 
 pytest.importorskip("deepspeed")
 
@@ -15,7 +16,7 @@ from megatron_tree import launching
 from megatron_tree.core import log
 from megatron_tree.core.cache.graph import GraphedSteps
 from megatron_tree.inference.serving import command, start
-from megatron_tree.integrations.transformers.infer.engine import share_model
+from megatron_tree.integrations.transformers.infer.engine import share_model, use_cuda_graphs
 from megatron_tree.tools.bench.device_checks import SmallRunner
 from support.hf_models import tiny_model
 from support.http_server import byte_model, byte_tokenizer
@@ -172,7 +173,7 @@ def test_programs_capture_decode_steps_where_they_can(reason, monkeypatch, caplo
     monkeypatch.setattr(log, "_said", set())
     Tape.begin()
     with caplog.at_level("INFO", "megatron_tree"):
-        start.use_cuda_graphs(engine)
+        use_cuda_graphs(engine, None, torch.device("cuda"))
     assert engine.runner_options == {"cuda_graphs": reason is None}
     assert Tape.replays == (2 if reason is None else 0)
     said = [x.message for x in caplog.records if "launched one by one" in x.message]

@@ -18,17 +18,14 @@ from ...core import comm
 from ...core.cache.graph import check_cuda_graphs
 from ...core.comm.rendezvous import start_on_own_device
 from ...core.config import default_config
-from ...core.kernels import ACCELERATORS
-from ...core.log import say_once
 from ...integrations.transformers import models
 from ...integrations.transformers.architectures import check_cached
-from ...integrations.transformers.infer.engine import share_model
+from ...integrations.transformers.infer.engine import replay_steps, share_model
 from ...launching import together
 from ..generation.conversation import Conversation
 from ..generation.scheduler import Scheduler
 from ..generation.speculation import NO_SPECULATION, Speculation
 
-STEPS_TRIED = 3  # the last one is replayed
 WAIT_HOURS = 24  # ranks wait for the plain model, or for a user
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -96,30 +93,6 @@ def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Worker:
         raise StartError(str(error)) from error
 
 
-def use_cuda_graphs(engine) -> None:
-    """Let the engine's runners capture their decode steps in CUDA graphs, unless its model or ranks can't have them:
-    then the log says why not. Collective: some steps are tried. A `ValueError` is the same on all ranks."""
-    try:
-        replay_steps(engine, "cuda_graphs")
-    except ValueError as error:
-        say_once(f"decode steps are launched one by one: {error}")
-
-
-def replay_steps(engine, option: str) -> None:
-    """Set an option of the engine's runners, "cuda_graphs" or "record_steps". Collective: some steps are tried.
-
-    Raises: ValueError, the same on all ranks, where its model or ranks can't have it.
-    """
-    runner = engine.new_runner(**{option: True})
-    if runner.image_tokens:
-        raise ValueError(f"{option}=True can't be had beside images")
-    row, token = runner.add(), torch.zeros(1, dtype=torch.int64)
-    runner.prefill(row, token)
-    for _ in range(STEPS_TRIED):
-        runner.step([row], token[None])
-    engine.runner_options[option] = True
-
-
 def _start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Worker:
     tree_config = replace(default_config(), timeout_s=60 * args.distributed_timeout_minutes)
     device = start_on_own_device(tree_config.timeout_s)
@@ -151,10 +124,8 @@ def _start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Worker:
             cache_dtype=args.cache_dtype,
             prefill_chunk=args.prefill_chunk or _served_chunk(device, world // args.tensor_model_parallel_size),
             tree_config=tree_config,
-            cuda_graphs=bool(args.cuda_graphs),
+            cuda_graphs=args.cuda_graphs,
         )
-        if args.cuda_graphs is None and device.type in ACCELERATORS:
-            use_cuda_graphs(engine)
         if args.record_steps:
             replay_steps(engine, "record_steps")
         ranks.reduce(torch.zeros(1))  # all are here, or the missing ones are named

@@ -38,6 +38,7 @@ from ..transformers.infer.engine import (
     model_or_folder,
     share_model,
     token_group,
+    use_cuda_graphs,
 )
 from ..transformers.infer.runner import CHUNK_SIZE
 
@@ -111,7 +112,7 @@ def init_inference(
     prefill_chunk: int = CHUNK_SIZE,
     schedule: str = "auto",
     tree_config: TreeConfig | None = None,
-    cuda_graphs: bool = False,
+    cuda_graphs: bool | None = None,
     config: str | dict | None = None,
     **options,
 ):
@@ -132,7 +133,8 @@ def init_inference(
         dtype: of weights and cache; default the model's.
         page_size, cache_dtype, schedule, tree_config: of the caches, see `TreeCache`.
         prefill_chunk: tokens of a prompt per forward pass; it bounds the memory for activations.
-        cuda_graphs: whether decode steps are captured in CUDA graphs and replayed, see `RowRunner`.
+        cuda_graphs: whether decode steps are captured in CUDA graphs and replayed, see `RowRunner`. Default: on a GPU,
+            where the model and the ranks can have them; the log says why not.
         config, options: more options of `deepspeed.init_inference`: a dictionary or the path of a JSON file, and
             keywords, which win.
     Returns: the DeepSpeed engine, with `sp_group`, `sp_size`, `tp_size`, `weight_bytes` of this rank, `model_bytes` of
@@ -164,7 +166,7 @@ def init_inference(
         own = share_model(
             folder if weights == "sharded" and folder is not None else model, weights=weights, queries=queries,
             split_latents=split_latents, dtype=dtype, prefill_chunk=prefill_chunk, tree_config=tree_config,
-            cuda_graphs=cuda_graphs, device=device, **of_caches,
+            cuda_graphs=False, device=device, **of_caches,
         )  # fmt: skip
         tensor_parallel = {"tp_size": 1}
     else:
@@ -177,7 +179,7 @@ def init_inference(
         own = Engine(
             module=model, sp_group=sp_group, tp_size=tp_size, model_bytes=model_bytes, plain_attention=plain_attention,
             cache_options=cache_options,
-            runner_options={"token_group": token_group(), "chunk_size": prefill_chunk, "cuda_graphs": cuda_graphs},
+            runner_options={"token_group": token_group(), "chunk_size": prefill_chunk},
         )  # fmt: skip
     engine = deepspeed.init_inference(own.module, dtype=own.module.dtype, tensor_parallel=tensor_parallel, **options)
     check_model(engine.module)
@@ -185,8 +187,7 @@ def init_inference(
     own = replace(own, module=engine.module)
     for name in ENGINE:
         setattr(engine, name, getattr(own, name))
-    if cuda_graphs:
-        engine.new_runner()  # raises for a model or a group whose steps can't be captured
+    use_cuda_graphs(engine, cuda_graphs, device)
     return engine
 
 

@@ -23,7 +23,8 @@ from ..calibrate.kernel_cases import (
 
 CANDIDATES = {
     "fwd": [Tiles(128, n, w, s) for n, w in ((128, 8), (64, 8), (32, 4)) for s in (2, 3)]
-    + [Tiles(64, 64, 4, 3), Tiles(128, 128, 8, 2, boxes=True), Tiles(128, 128, 8, 3, boxes=True)]
+    + [Tiles(m, 64, 4, s) for m, s in ((64, 3), (128, 2))]  # 128: on sm_100 few barriers, some spills
+    + [Tiles(128, 128, 8, s, boxes=True) for s in (2, 3)]
     + [Tiles(128, n, w, s, boxes=True, specialized=True) for n, w, s in ((128, 8, 2), (64, 4, 3))],
     "dq": [Tiles(m, n, w, 2) for m, n, w in ((128, 128, 8), (128, 64, 8), (128, 32, 8), (64, 64, 4))]
     + [Tiles(128, 64, 8, 3), Tiles(128, 32, 4, 3)],

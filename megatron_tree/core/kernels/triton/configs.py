@@ -146,10 +146,10 @@ def latent_rows(arch: str) -> int:
     return _LATENT[arch].m
 
 
-def decode_tiles(rows: int, width: int, arch: str, itemsize: int = 2) -> Tiles:
+def decode_tiles(rows: int, width: int, arch: str, itemsize: int = 2, scaled: bool = False) -> Tiles:
     """Tiles of decoding for a head_dim of `width`, where `rows` query heads and tokens share a KV head.
 
-    Memory is what counts: as many stages as fit beside the rows.
+    scaled: of keys in 8 bits. Memory is what counts: as many stages as fit beside the rows.
     """
     m = 1 << max(4, (rows - 1).bit_length())
     if width > 256:
@@ -162,7 +162,8 @@ def decode_tiles(rows: int, width: int, arch: str, itemsize: int = 2) -> Tiles:
         return Tiles(m, 32 if m > 64 and width > 192 else 64, warps, 1)
     if arch == "sm86" and width > 192:
         return Tiles(m, 64 if m <= 64 else 32, warps, 2 if m == 16 else 1)
-    return Tiles(m, 64, warps, 3 if m == 16 or width <= 128 else 2)
+    converts = scaled and width > 192  # which takes the registers of a third stage
+    return Tiles(m, 64, warps, 3 if width <= 128 or (m == 16 and not converts) else 2)
 
 
 def decode_blocks(tiles: Tiles, columns: tuple[int, int], arch: str, itemsize: int = 2) -> int:

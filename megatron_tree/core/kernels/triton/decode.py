@@ -315,8 +315,8 @@ def _fixed(
     arch, gpu = machine
     has_lengths, has_positions, scaled = flags
     heads, itemsize = dims.constants, dtype.itemsize
-    tiles = configs.decode_tiles(group * s_q, dims.width, arch, itemsize)
-    if itemsize == 2 and (measured := fastest.tiles_for(gpu, f"decode of {tiles.m}", dims.width)):
+    tiles = configs.decode_tiles(group * s_q, dims.width, arch, itemsize, scaled)
+    if itemsize == 2 and not scaled and (measured := fastest.tiles_for(gpu, f"decode of {tiles.m}", dims.width)):
         tiles = configs.Tiles(*measured)
     blocks = configs.decode_blocks(tiles, (heads["D0"] + heads["D1"], heads["E0"] + heads["E1"]), arch, itemsize)
     return dict(

@@ -22,6 +22,8 @@ from ....core.arguments import checked, shown
 from ....core.cache.graph import check_cuda_graphs
 from ....core.comm import Ranks, group_rank, group_size
 from ....core.config import QUERIES, WEIGHTS, TreeConfig, check_choice, default_config
+from ....core.kernels import ACCELERATORS
+from ....core.log import say_once
 from ..attention import TreeCache, check_model
 from ..families.images import set_text_attention
 from ..models import load_model
@@ -32,6 +34,7 @@ from .split_model import connect, empty_model, read_pieces, split_model
 from .weight_layout import choose_layout, plan_layout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+STEPS_TRIED = 3  # the last one is replayed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +85,7 @@ def share_model(
     prefill_chunk: int = CHUNK_SIZE,
     schedule: str = "auto",
     tree_config: TreeConfig | None = None,
-    cuda_graphs: bool = False,
+    cuda_graphs: bool | None = None,
     device: torch.device | None = None,
 ) -> Engine:
     """An engine of all ranks of the job; arguments as of `init_inference` of integrations.deepspeed.
@@ -117,11 +120,41 @@ def share_model(
         model_bytes=model_bytes,
         plain_attention=plain_attention,
         cache_options=cache_options,
-        runner_options={"token_group": everyone, "chunk_size": prefill_chunk, "cuda_graphs": cuda_graphs},
+        runner_options={"token_group": everyone, "chunk_size": prefill_chunk},
     )
-    if cuda_graphs:
-        engine.new_runner()  # raises for a model or a group whose steps can't be captured
+    use_cuda_graphs(engine, cuda_graphs, device)
     return engine
+
+
+def use_cuda_graphs(engine, wanted: bool | None, device: torch.device) -> None:
+    """Let an engine's runners capture their decode steps in CUDA graphs, or not. Collective.
+
+    wanted: None: on a GPU, unless its model or ranks can't have them: some steps are tried, and the log says why not.
+    Raises: ValueError, the same on all ranks, where they are wanted and can't be had.
+    """
+    engine.runner_options["cuda_graphs"] = bool(wanted)
+    if wanted:
+        engine.new_runner()
+    elif wanted is None and device.type in ACCELERATORS:
+        try:
+            replay_steps(engine, "cuda_graphs")
+        except ValueError as error:
+            say_once(f"decode steps are launched one by one: {error}")
+
+
+def replay_steps(engine, option: str) -> None:
+    """Set an option of the engine's runners, "cuda_graphs" or "record_steps". Collective: some steps are tried.
+
+    Raises: ValueError, the same on all ranks, where its model or ranks can't have it.
+    """
+    runner = engine.new_runner(**{option: True})
+    if runner.image_tokens:
+        raise ValueError(f"{option}=True can't be had beside images")
+    row, token = runner.add(), torch.zeros(1, dtype=torch.int64)
+    runner.prefill(row, token)
+    for _ in range(STEPS_TRIED):
+        runner.step([row], token[None])
+    engine.runner_options[option] = True
 
 
 @checked
@@ -141,11 +174,17 @@ def generate(
 
 
 def check_options(
-    weights: str, queries: str, prefill_chunk: int, cuda_graphs: bool, schedule: str, device_type: str, tree_config
+    weights: str,
+    queries: str,
+    prefill_chunk: int,
+    cuda_graphs: bool | None,
+    schedule: str,
+    device_type: str,
+    tree_config: TreeConfig | None,
 ) -> None:
     check_choice("weights", weights, WEIGHTS)
     check_choice("queries", queries, QUERIES)
-    check_choice("cuda_graphs", cuda_graphs, (False, True))
+    check_choice("cuda_graphs", cuda_graphs, (None, False, True))
     if not isinstance(prefill_chunk, int) or prefill_chunk < 1:
         raise ValueError(f"prefill_chunk={prefill_chunk!r} must be a positive number of tokens")
     if cuda_graphs:
