@@ -1,6 +1,6 @@
 /* Decoding on a CPU: attention of few queries over a KV cache that is read once, dense or in pages, fp32 or narrower.
  *
- * A task is CHUNK slots of one row of the batch, with all its heads. It walks over blocks of KEYS visible keys: scores,
+ * A task is CHUNK slots of one row of the batch, with all its heads. It walks over blocks of visible keys: scores,
  * weights, values. Inside a block a piece of some keys is read at a time, in the order of memory, and up to ROWS query
  * rows of a KV head share what was read in registers. Numbers are widened there, everything is summed in fp32. A task's
  * state depends on nothing but its slots: bits are the same for any batch, pages and number of threads. The numbers at
@@ -156,10 +156,8 @@ static void weigh(const Call *c, const Block *b, const Memory *m, const float *k
             x = cap * vtanh(x * (1 / cap));
         store(s + j, slope != 0 ? x - slope * load(b->gaps + query * KEYS + j) : x);
     }
-    for (int j = 0; b->masked && j < b->count; j++)
-        s[j] = seen[j] ? s[j] : -INFINITY;
-    for (int j = b->count; j < padded; j++)
-        s[j] = -INFINITY;
+    for (int j = b->masked ? 0 : b->count; j < padded; j++)
+        s[j] = j < b->count && seen[j] ? s[j] : -INFINITY;
     for (int j = 0; j < padded; j += WIDTH)
         most = larger(most, load(s + j));
     float largest = maximum(most);
@@ -296,6 +294,7 @@ int decode_tasks(const Call *c, int64_t first, int64_t last)
     Block blocks[2] = {{.seen = seen, .sees = sees, .gaps = gaps, .copy = copied ? copy : NULL},
                        {.seen = seen + pairs, .sees = sees + n, .gaps = gaps + pairs}};
     blocks[1].copy = copied ? copy + copied : NULL;
+    blocks[0].size = blocks[1].size = SIZE == 4 && group <= 2 ? KEYS / 2 : KEYS; /* reading waits less for short ones */
     Block *b = blocks, *next = blocks + 1;
     Place at = {first, 0};
     fill_next(c, b, &at, last);
