@@ -1,7 +1,7 @@
 /* A call of the kernel, and the keys that it reads: blocks of those that some query sees. */
 #include "vectors.h"
 
-#define KEYS 128 /* of a block at most */
+#define KEYS 128 /* of a block */
 
 typedef struct { /* __init__.py has the same; strides in bytes */
     int64_t batch, num_queries, heads, kv_heads, d, d_v;
@@ -26,7 +26,7 @@ typedef struct { /* __init__.py has the same; strides in bytes */
 
 typedef struct {
     int64_t task;
-    int size, count, masked; /* size: keys at most; masked: some query does not see some key */
+    int count, masked; /* masked: some query does not see some key */
     const char *k[KEYS], *v[KEYS], *k_scale[KEYS], *v_scale[KEYS]; /* of KV head 0 */
     int64_t k_head, v_head; /* between heads */
     char *copy; /* of keys and values that are no whole vectors, with zeros behind them; NULL: none */
@@ -53,7 +53,7 @@ static void fill_selected(const Call *c, Block *b, int64_t row, int64_t *entry, 
     const int32_t *selected = c->selected + row * c->selected_row;
     b->count = b->masked = 0;
     memset(b->sees, 1, c->num_queries);
-    for (; *entry < end && b->count < b->size; ++*entry)
+    for (; *entry < end && b->count < KEYS; ++*entry)
         if (selected[*entry] >= 0)
             put_key(c, b, row / c->sharers, selected[*entry] / c->page_size, selected[*entry] % c->page_size);
 }
@@ -64,7 +64,7 @@ static void fill(const Call *c, Block *b, int64_t row, int64_t *slot, int64_t en
     int64_t number = *slot / c->page_size, at = *slot % c->page_size;
     b->count = b->masked = 0;
     memset(b->sees, !c->k_pos, c->num_queries);
-    for (; *slot < end && b->count < b->size; ++*slot, at++) {
+    for (; *slot < end && b->count < KEYS; ++*slot, at++) {
         if (at == c->page_size)
             number++, at = 0;
         if (c->k_pos) {

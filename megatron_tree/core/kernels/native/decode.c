@@ -1,6 +1,6 @@
 /* Decoding on a CPU: attention of few queries over a KV cache that is read once, dense or in pages, fp32 or narrower.
  *
- * A task is CHUNK slots of one row of the batch, with all its heads. It walks over blocks of visible keys: scores,
+ * A task is CHUNK slots of one row of the batch, with all its heads. It walks over blocks of KEYS visible keys: scores,
  * weights, values. Inside a block a piece of some keys is read at a time, in the order of memory, and up to ROWS query
  * rows of a KV head share what was read in registers. Numbers are widened there, everything is summed in fp32. A task's
  * state depends on nothing but its slots: bits are the same for any batch, pages and number of threads. The numbers at
@@ -294,7 +294,6 @@ int decode_tasks(const Call *c, int64_t first, int64_t last)
     Block blocks[2] = {{.seen = seen, .sees = sees, .gaps = gaps, .copy = copied ? copy : NULL},
                        {.seen = seen + pairs, .sees = sees + n, .gaps = gaps + pairs}};
     blocks[1].copy = copied ? copy + copied : NULL;
-    blocks[0].size = blocks[1].size = SIZE == 4 && group <= 2 ? KEYS / 2 : KEYS; /* reading waits less for short ones */
     Block *b = blocks, *next = blocks + 1;
     Place at = {first, 0};
     fill_next(c, b, &at, last);
