@@ -19,6 +19,7 @@
 # interface: NCCL_SOCKET_IFNAME, or GLOO_SOCKET_IFNAME on CPU nodes.
 # Example: GLOO_SOCKET_IFNAME=eth0 bash launch/deepspeed_hostfile.sh --hostfile hosts train --help
 
+[ -n "${BASH_VERSION:-}" ] || { echo "error: start it with bash: bash launch/deepspeed_hostfile.sh" >&2 && exit 2; }
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 

@@ -13,6 +13,7 @@
 # STOP_SECONDS (default: 5) they are killed, so set it higher if a training run needs time to write a checkpoint.
 # Example: bash launch/deepspeed_local.sh -n 4 generate --help
 
+[ -n "${BASH_VERSION:-}" ] || { echo "error: start it with bash: bash launch/deepspeed_local.sh" >&2 && exit 2; }
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 

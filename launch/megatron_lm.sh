@@ -17,6 +17,7 @@
 # Example: bash launch/megatron_lm.sh -n 8 ~/Megatron-LM pretrain_gpt.py --context-parallel-size 8 --cp-comm-type tree \
 #     --attention-dropout 0.0 ...
 
+[ -n "${BASH_VERSION:-}" ] || { echo "error: start it with bash: bash launch/megatron_lm.sh" >&2 && exit 2; }
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 

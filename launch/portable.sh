@@ -6,6 +6,7 @@
 # torch (ATen), oneDNN, MKL and our C kernels are all held to SSE4; the tests and each of their ranks have 4 threads.
 # Without arguments it runs the files of tests/numeric.txt, whose numbers depend on the order of sums. For x86 processors.
 
+[ -n "${BASH_VERSION:-}" ] || { echo "error: start it with bash: bash launch/portable.sh" >&2 && exit 2; }
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 

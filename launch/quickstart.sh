@@ -14,6 +14,7 @@
 # The two jobs are megatron-tree train with configs/train/quickstart.yaml and megatron-tree generate with
 # configs/generate/cpu.yaml, started with launch/deepspeed_local.sh.
 
+[ -n "${BASH_VERSION:-}" ] || { echo "error: start it with bash: bash launch/quickstart.sh" >&2 && exit 2; }
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 STOP_SECONDS=20

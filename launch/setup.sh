@@ -14,6 +14,7 @@
 #                            if that index has one, and otherwise the default build. On Linux that includes several GB
 #                            of CUDA libraries; it also runs without a GPU.
 
+[ -n "${BASH_VERSION:-}" ] || { echo "error: start it with bash: bash launch/setup.sh" >&2 && exit 2; }
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$REPO"

@@ -22,6 +22,7 @@
 #SBATCH --signal=USR1@180
 #SBATCH --output=%x-%j.out
 
+[ -n "${BASH_VERSION:-}" ] || { echo "error: start it with bash: bash launch/slurm_train.sh" >&2 && exit 2; }
 set -euo pipefail
 # sbatch runs a copy of this script from another folder, but Slurm tells where it was submitted.
 here="$(dirname "${BASH_SOURCE[0]}")"

@@ -15,6 +15,7 @@
 # The tests run in parallel, in one process for every two cores, at least two, at most 8: "-n 4" sets another number, and
 # "-n 0" runs them one by one, for a debugger. A machine with one core runs them one by one.
 
+[ -n "${BASH_VERSION:-}" ] || { echo "error: start it with bash: bash launch/test.sh" >&2 && exit 2; }
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 

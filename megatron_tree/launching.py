@@ -95,6 +95,12 @@ def check_launched(program: str = "PROGRAM", or_else: str = "") -> None:
         raise ValueError(f"RANK={rank} must be below WORLD_SIZE={world}: let the launcher set both")
     if not 0 < port < 1 << 16:
         raise ValueError(f"MASTER_PORT={port} must be from 1 to 65535: give the launcher another one")
+    address = os.environ["MASTER_ADDR"]
+    try:
+        socket.getaddrinfo(address, port)
+    except (OSError, UnicodeError) as error:  # torch would ask again until its time limit
+        what = f"MASTER_ADDR={address!r} can't be found ({error})"
+        raise ValueError(f"{what}: give the launcher the first host's name or IP address") from None
     named, there = os.environ.get("GLOO_SOCKET_IFNAME"), [name for _, name in socket.if_nameindex()]
     if named and (unknown := [name for name in named.split(",") if name.partition(":")[0] not in there]):
         raise ValueError(f"GLOO_SOCKET_IFNAME={named!r}: this machine has no {unknown[0]!r}, only {', '.join(there)}")
@@ -150,8 +156,10 @@ def _read_config(path: str, parser: Parser) -> dict[str, object]:
         raise ValueError(f"--config={path!r} must contain options, one `name: value` per line")
     words, complain = [], parser.error
     for name, value in (options or {}).items():
-        what = f"{path}: {name}={reprlib.repr(value)}"
-        more = _words(str(name).replace("_", "-"), value, what)
+        what, option = f"{path}: {name}={reprlib.repr(value)}", str(name).replace("_", "-")
+        if parser.is_switch(f"--{option}") and not isinstance(value, bool):
+            raise ValueError(f"{what} must be true or false")
+        more = _words(option, value, what)
 
         def refuse(message: str, what: str = what) -> NoReturn:
             raise ValueError(f"{what}: {parser.advice(message)}")
@@ -213,6 +221,8 @@ def run_script(
         leave(130)
     except BaseException as error:
         if not isinstance(error, expected):
+            if rank > 0 and isinstance(error, TreeError) and not isinstance(error, CommError):
+                time.sleep(RANK_0_FIRST_S)  # all ranks raise it, or the others what rank 0 has told them
             exit_after_failure(rank, error)
         _print_on_rank_0(name, error, rank)
         return 1

@@ -27,8 +27,13 @@ _KINDS = {bool: "True or False", int: "an integer", float: "a number", str: "a s
     list: "a list", dict: "a dictionary", collections.abc.Mapping: "a dictionary"}  # fmt: skip
 
 
-_ELSEWHERE = {"attn_mask": "ranges", "scale": "softmax_scale", "sliding_window": "window_size"}
-"""Names of torch and Transformers for what has another one here."""
+_ELSEWHERE = {
+    "attn_mask": "ranges",
+    "scale": "softmax_scale",
+    "sliding_window": "window_size",
+    "--prompt": "--prompt-file",
+}
+"""Names of torch and Transformers for what has another one here, and an option that one expects."""
 _FORMS = {"window_size": "(left, right), for instance (255, 0)"}
 """By the name of an argument: what a sequence holds."""
 
@@ -116,6 +121,11 @@ class Parser(argparse.ArgumentParser):
             time.sleep(RANK_0_FIRST_S)
         print(f"{self.prog}: {self.advice(message)}", file=sys.stderr, flush=True)
         sys.exit(2)
+
+    def is_switch(self, option: str) -> bool:
+        """Whether an option takes no value."""
+        action = self._option_string_actions.get(option)
+        return action is not None and action.nargs == 0
 
     def advice(self, message: str) -> str:
         """The message, and the option that was meant if there is one like it."""

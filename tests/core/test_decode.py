@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree import tree_decode
+from megatron_tree.core import log
 from megatron_tree.core.config import DECODE_SCHEDULES
 from support.decoding import decode_inputs, decode_oracle, same_everywhere
 from support.ranks import largest, run_distributed
@@ -37,3 +38,16 @@ def test_one_token_any_shards(world):
     lengths += [[0 if r == e else 5 for r in range(world)] for e in range(world) if world > 1]
     lengths += [[0] * (world - 1) + [1]]
     assert largest(run_distributed(_one_token, world, lengths)) < rounding(max(map(sum, lengths)))
+
+
+def test_gradients_that_one_may_expect_are_said_to_be_missing(monkeypatch, caplog):
+    monkeypatch.setattr(log, "_said", set())
+    q, k, v = decode_inputs(1, 1, 4, dtype=torch.float32)
+    for tensors in ((q, k, v), (q.requires_grad_(), k, v)):
+        with torch.no_grad():
+            tree_decode(*tensors, cp_group=None)
+    assert not caplog.records
+    for tensors in ((q, k, v), (q.detach(), k, v.requires_grad_())):
+        assert not tree_decode(*tensors, cp_group=None).requires_grad
+    (record,) = caplog.records
+    assert "tree_decode gives no gradients" in record.message and "tree_attn_func" in record.message

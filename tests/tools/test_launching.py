@@ -53,6 +53,21 @@ def test_ctrl_c_is_told_once(monkeypatch, capsys):
     assert ends == [130, 130] and capsys.readouterr().err == "megatron-tree x: stopped by Ctrl-C\n"
 
 
+def test_what_all_ranks_raise_rank_0_tells_first(monkeypatch, capsys):
+    def load():
+        raise TreeError("the cache is full")
+
+    waits, parser = [], lambda: launching.new_parser("x", "", "")
+    monkeypatch.setattr(launching, "leave", lambda status: sys.exit(status))
+    monkeypatch.setattr(launching.time, "sleep", waits.append)  # the launcher ends those that wait
+    for rank, times in (("0", 0), ("1", 1)):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit):
+            launching.run_script("megatron-tree x", [], parser, lambda *_: None, load, choices=False)
+        assert len(waits) == times
+        assert capsys.readouterr().err == f"rank {rank} failed: TreeError: the cache is full\n"
+
+
 def test_failures_whose_text_is_enough_have_no_traceback(monkeypatch, capsys):
     monkeypatch.setattr(launching, "leave", lambda status: None)
     for error, said in (

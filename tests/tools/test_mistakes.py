@@ -28,6 +28,7 @@ FILES = {
     "list.yaml": "- a\n",
     "cut.yaml": "lr: [1,\n",
     "twice.yaml": "lr: 1\nlr: 2\n",
+    "switch.yaml": "check: maybe\n",
     "odd.yaml": "learning: 1\n",
     "partly.yaml": "name: a\nflops: 1e12\n",
     "mistyped.yaml": "gird: 2x4\n",
@@ -73,6 +74,8 @@ TABLE = [
     ("", "generate --config twice.yaml", "twice.yaml can't be read as YAML: line 1, column 1: duplicate key"),
     ("", "generate --config list.yaml", "'list.yaml' must contain options, one `name: value` per line"),
     ("", "generate --config odd.yaml", "odd.yaml: learning=1: unrecognized arguments: --learning=1; .*--help"),
+    ("", "generate --config switch.yaml", "switch.yaml: check='maybe' must be true or false$"),
+    ("", "generate --prompt a", "did you mean '--prompt-file' instead of '--prompt'"),
     ("", "generate --promt-file a", "unrecognized arguments: --promt-file a"),
     ("", "generate --max-new-tokens many", "--max-new-tokens: invalid int value: 'many'"),
     ("", "generate --max-new-tokens 0", "--max-new-tokens 0 must be"),
@@ -238,6 +241,7 @@ def test_a_launchers_variable_that_is_no_number(name, here, monkeypatch, capsys)
     [
         ("RANK", "1", "RANK=1 must be below WORLD_SIZE=1: let the launcher set both"),
         ("MASTER_PORT", "99999", "MASTER_PORT=99999 must be from 1 to 65535: give the launcher another one"),
+        ("MASTER_ADDR", "a..b", "MASTER_ADDR='a..b' can't be found (encoding "),
         ("GLOO_SOCKET_IFNAME", "lo,wlan7", "GLOO_SOCKET_IFNAME='lo,wlan7': this machine has no 'wlan7', only lo"),
     ],
 )
@@ -277,6 +281,7 @@ def _config(**changes):
 DAMAGE = [
     ("config.json", _config(intermediate_size=9), r"its model.*down_proj.weight has the shape \[32, 64\], config"),
     ("config.json", _config(num_hidden_layers=2), "its weights lack model.layers.1.input_layernorm.weight, model"),
+    ("config.json", _config(model_type="own"), "config.json: model_type is 'own', none of those of Transformers "),
     ("config.json", _config(model_type="own", auto_map={"AutoConfig": "a.B"}), "it comes with code of its own, which"),
     ("model.safetensors", Path.unlink, r"it has no \*.safetensors"),
     ("model.safetensors", _cut, r"model.safetensors is damaged \(.*incomplete metadata"),
@@ -393,6 +398,15 @@ def test_one_sentence_of_a_launch_script(words, sentence, tmp_path):
     assert done.stderr.startswith("error: " + sentence.format(hosts=hosts)) and done.stderr.count("\n") == 1, (
         done.stderr
     )
+
+
+def test_launch_scripts_say_that_they_need_bash():
+    if subprocess.run(["sh", "-c", "echo $BASH_VERSION"], capture_output=True).stdout.strip():
+        pytest.skip("sh is bash here")
+    for path in set(REPO.glob("launch/*.sh")) - {REPO / "launch/env.sh"}:
+        done = subprocess.run(["sh", path], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (2, ""), path
+        assert done.stderr == f"error: start it with bash: bash launch/{path.name}\n"
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")

@@ -98,7 +98,7 @@ def test_learning_rates():
 
 
 def report(folder, first, last, loss, enabled=True):
-    args = argparse.Namespace(output_dir=str(folder), train_iters=last)
+    args = argparse.Namespace(output_dir=str(folder), save=None, train_iters=last)
     reporter = Reporter(args, first_step=first, enabled=enabled)
     reporter.event("start", title="a run", unigram_loss=3.0)
     for step in range(first, last + 1):
@@ -120,13 +120,17 @@ def test_a_resumed_run_replaces_the_steps_it_did_again(tmp_path, capsys):
 
 
 def test_of_two_runs_with_one_log_the_second_is_refused(tmp_path):
-    args = argparse.Namespace(output_dir=str(tmp_path), train_iters=2)
+    args = argparse.Namespace(output_dir=str(tmp_path), save=str(tmp_path / "save"), train_iters=2)
     first = Reporter(args, first_step=1, enabled=True)
     first.event("start")
     with pytest.raises(ValueError, match=f"--output-dir '{tmp_path}' is being written to by another run: name another"):
         report(tmp_path, 1, 2, 1.0)
     assert [record["event"] for record in read_log(tmp_path / LOG_NAME)] == ["start"]
+    other = argparse.Namespace(output_dir=str(tmp_path / "other"), save=args.save, train_iters=2)
+    with pytest.raises(ValueError, match=f"--save '{args.save}' is being written to by another run: name another"):
+        Reporter(other, first_step=1, enabled=True)
     first.close()
+    Reporter(other, first_step=1, enabled=True).close()
     report(tmp_path, 2, 2, 1.0)
 
 

@@ -20,7 +20,7 @@ from .. import comm, kernels
 from ..config import TRUSTING, TreeConfig
 from ..duals import check_tangents, only_backward
 from ..kernels import KVCache, SharedPages
-from ..log import say_once
+from ..log import say_once, warn_once
 from ..merge import merge_sinks, state_dtype
 from ..plan import DecodePlan, Topology, plan_decode
 from ..plan.cost import placed_topology
@@ -106,6 +106,12 @@ def tree_decode(
     Raises: ValueError for bad input or arguments that differ between ranks; CommError if a rank failed or does not
         respond.
     """
+    given = (q, k_cache) if v_cache is None else (q, k_cache, v_cache)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        warn_once(
+            "tree_decode gives no gradients, but its inputs require them: decode under torch.no_grad(), or train with "
+            "tree_attn_func"
+        )
     outside, q, k_cache, v_cache = autocast(q, k_cache, v_cache)
     cache = KVCache(
         k_cache, v_cache, k_scale, v_scale, head_dim_v, cache_seqlens, q_positions, cache_positions, block_table,

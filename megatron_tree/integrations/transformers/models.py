@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_model
 from torch import Tensor
 from tqdm.auto import tqdm
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from transformers import (
@@ -235,7 +236,13 @@ def _fault(folder: Path, files: tuple[str, ...]) -> str | None:
             content = json.loads(file.read_bytes())
         except (OSError, ValueError) as error:
             return f"{file.name} is damaged ({error})"
-        if file.name == WEIGHTS_INDEX and isinstance(content, dict):
+        if not isinstance(content, dict):
+            continue
+        if file.name == "config.json" and "auto_map" not in content and content.get("model_type") not in CONFIG_MAPPING:
+            release = importlib.metadata.version("transformers")
+            kind = repr(content["model_type"]) if "model_type" in content else "missing"
+            return f"config.json: model_type is {kind}, none of those of Transformers {release}: take another release"
+        if file.name == WEIGHTS_INDEX:
             needed = set(content.get("weight_map", {}).values())
             if missing := sorted(name for name in needed if not (folder / name).is_file()):
                 return f"{missing[0]} is missing, which {file.name} names"

@@ -14,6 +14,7 @@ from ...core.files import append, read_json, whole_file, writing
 
 LINES_PER_RUN = 10
 LOG_NAME = "train.jsonl"
+LOCK_NAME = ".lock"  # in the folder of checkpoints; a run locks it
 PLOT_NAME = "loss.png"
 
 
@@ -21,10 +22,10 @@ class Reporter:
     """Lines and log of one run on rank 0; silent on the others.
 
     Args:
-        args: options; output_dir and train_iters are used.
+        args: options; output_dir, save and train_iters are used.
         first_step: of this run, from 1. A resumed run continues the log; the steps that it repeats are replaced.
         enabled: False on all ranks but one.
-    Raises: ValueError where another run writes to the log.
+    Raises: ValueError where another run writes to the log, or to the folder of checkpoints.
     """
 
     def __init__(self, args: argparse.Namespace, *, first_step: int, enabled: bool):
@@ -33,14 +34,13 @@ class Reporter:
             return
         self._folder, self._last = Path(args.output_dir), args.train_iters
         log = self._log = self._folder / LOG_NAME
-        with writing(log):
-            self._folder.mkdir(parents=True, exist_ok=True)
-        former = _open_alone(log)
+        former = _open_alone("--output-dir", log)
+        self._save = None if args.save is None else _open_alone("--save", Path(args.save) / LOCK_NAME)
         earlier = read_log(log) if first_step > 1 else []
         with whole_file(log) as part:
             part.write_text("".join(json.dumps(r) + "\n" for r in earlier if r.get("step", 0) < first_step))
         with former:
-            self._file = _open_alone(log)
+            self._file = _open_alone("--output-dir", log)
         self._ends = (first_step, self._last)
         self._interval = max(1, (self._last - first_step + 1) // LINES_PER_RUN)
 
@@ -71,21 +71,25 @@ class Reporter:
         if not self._enabled:
             return
         self._file.close()
+        if self._save is not None:
+            self._save.close()
         if importlib.util.find_spec("matplotlib") is None:
             self.say(f"no {PLOT_NAME}: matplotlib is not installed")
         else:
             draw_losses(read_log(self._log), self._folder / PLOT_NAME)
 
 
-def _open_alone(log: Path) -> BinaryIO:
-    """The log, to append to it; locked while it is open."""
-    with writing(log):
-        file = log.open("ab", buffering=0)
+def _open_alone(option: str, path: Path) -> BinaryIO:
+    """A file in an option's folder, to append to it; locked while it is open."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("ab", buffering=0)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise ValueError(f"--output-dir {str(log.parent)!r} is being written to by another run: name another") from None
+        text = f"{option} {str(path.parent)!r} is being written to by another run: name another"
+        raise ValueError(text) from None
     except OSError:  # a file system without locks
         pass
     return file
