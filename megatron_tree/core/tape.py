@@ -16,7 +16,7 @@ _current: contextvars.ContextVar[Tape | None] = contextvars.ContextVar("tape", d
 static: contextvars.ContextVar[bool] = contextvars.ContextVar("static", default=False)
 """Whether what runs may be written down, so that Python must not look at the values of tensors."""
 _EMPTY = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
-JOIN_AT = 32  # replays of a tape; then functions are made of its operations, which costs what so many replays save
+JOIN_AT = 32  # replays of a tape; then functions are made of its operations, which costs what 15 replays save
 _COPIES = torch.ops.aten.clone.default, torch.ops.aten._to_copy.default
 
 

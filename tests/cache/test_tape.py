@@ -54,6 +54,16 @@ def test_replayed_steps_are_ordinary_steps(name, tapes, monkeypatch):
         assert not any(isinstance(done, tape._Operation) for x in tapes for done in x._done), "called from Python"
 
 
+def test_a_growing_row_is_seldom_written_down_anew(tapes):
+    runner = SmallRunner(page_size=4, record_steps=True)
+    row, token = runner.add(), torch.ones(1, 1, dtype=torch.int64)
+    runner.prefill(row, torch.arange(1, 31))
+    for _ in range(100):
+        runner.step([row], token)
+    assert len(tapes) == 3, "the pages' number, one that no row has included, exceeds 8, 16 and 32"
+    assert {len(pages.k) for pages in runner.store.layers} == {64}
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("schedule", ["auto", "scatter", "allgather"])
 def test_ranks_that_write_down_at_different_times(schedule, monkeypatch):

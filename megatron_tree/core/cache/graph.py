@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .. import comm
 from ..config import TRUSTING, TreeConfig
 from ..kernels import ACCELERATORS
+from ..kernels.native import CHUNK
 from ..log import warn_once
 from ..tape import Tape, static
 from .forward import ForwardPass, appended
@@ -40,7 +41,7 @@ from .rows import Append
 from .sharded import RowTables, ShardedCache, View
 
 LEAST_PAGES, LEAST_TOKENS = 1 << 12, 1 << 20  # capacities below these are not distinguished
-LEAST_CUT = 8  # the same, pages of a row whose keys are cut by the width of its table
+LEAST_CUT = 8  # the same, pages of a row whose keys are cut by the width of its table on a GPU
 
 
 class Capacity(NamedTuple):
@@ -66,10 +67,11 @@ class Capacities:
     cut_by_length: whether kernels cut each row's own keys, so that a wide table costs nothing: then one capacity is for
     rows of all lengths, as long as they have at most `LEAST_PAGES` on a rank, and another for 16 times as many. With
     `deterministic` keys are cut everywhere in one way, into as many parts as the table has room for.
+    least_cut: pages of the narrowest table that cuts keys.
     """
 
-    def __init__(self, store: ShardedCache, *, cut_by_length: bool):
-        self._book, self._cut_by_length = store.book, cut_by_length
+    def __init__(self, store: ShardedCache, *, cut_by_length: bool, least_cut: int = LEAST_CUT):
+        self._book, self._cut_by_length, self._least_cut = store.book, cut_by_length, least_cut
         self._most: dict[int, tuple[tuple[int, int], int]] = {}
 
     def of(self, row_ids) -> Capacity:
@@ -87,7 +89,8 @@ class Capacities:
         if self._cut_by_length:
             whole, tokens = _sixteenfold(LEAST_PAGES, pages), _sixteenfold(LEAST_TOKENS, longest)
         else:
-            whole, tokens = _quarter_steps(max(LEAST_CUT, pages)), _power_of_2(max(LEAST_CUT * book.page_size, longest))
+            least = self._least_cut
+            whole, tokens = _quarter_steps(max(least, pages)), _power_of_2(max(least * book.page_size, longest))
         widths = tuple(whole if window is None else min(whole, window // book.page_size + 2) for window in book.windows)
         return Capacity(_power_of_2(len(row_ids)), tokens, widths)
 
@@ -292,8 +295,11 @@ class GraphedSteps:
             pool = torch.cuda.graph_pool_handle()  # memory that the graphs share: one of them runs at a time
             capture = functools.partial(CudaGraph, pool=pool, stream=torch.cuda.Stream(runner.device))
         self._runner, self._store, self._capture = runner, runner.store, capture
-        on_gpus = option == "cuda_graphs"  # on a CPU the kernel shares out a table's slots
-        self._capacities = Capacities(runner.store, cut_by_length=on_gpus and not runner.config.deterministic)
+        on_gpus = option == "cuda_graphs"  # on a CPU the kernel shares out a table's slots, CHUNK at a time
+        least_cut = LEAST_CUT if on_gpus else max(1, CHUNK // runner.store.page_size)
+        self._spare = 1 if on_gpus else least_cut
+        cut_by_length = on_gpus and not runner.config.deterministic
+        self._capacities = Capacities(runner.store, cut_by_length=cut_by_length, least_cut=least_cut)
         self._steps: OrderedDict[Capacity, _Step] = OrderedDict()
         self._is_static, self._resets = False, runner.store.resets
 
@@ -370,7 +376,7 @@ class GraphedSteps:
         capacity = step.inputs.capacity
         with runner.ranks.call("decode step") as call:
             call.agree(**capacity._asdict(), schedule=runner.schedule, config=runner.config)
-            self._store.reserve()
+            self._store.reserve(self._spare)
             moves = self._store.moves
             if step.captured is None or step.moves != moves:
                 step.captured = None  # its memory is free for the next one

@@ -195,10 +195,12 @@ class ShardedCache:
             self._nobodys[kind] = self.book.numbers[kind].take()
         return self._nobodys[kind] * self.page_size
 
-    def reserve(self) -> None:
-        """Allocate all pages that have numbers, in layers that have stored a token."""
+    def reserve(self, spare: int = 1) -> None:
+        """Allocate all pages that have numbers, in layers that have stored a token, and fewer than `spare` others: up
+        to the next power of two, or multiple of `spare`."""
         for pages, kind in zip(self.layers, self.kind_of, strict=True):
-            pages.grow(self.book.numbers[kind].capacity)
+            n = self.book.numbers[kind].capacity
+            pages.grow(min(1 << max(0, n - 1).bit_length(), -(-n // spare) * spare))
 
     @property
     def moves(self) -> int:
