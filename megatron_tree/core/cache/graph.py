@@ -295,8 +295,9 @@ class GraphedSteps:
             pool = torch.cuda.graph_pool_handle()  # memory that the graphs share: one of them runs at a time
             capture = functools.partial(CudaGraph, pool=pool, stream=torch.cuda.Stream(runner.device))
         self._runner, self._store, self._capture = runner, runner.store, capture
-        on_gpus = option == "cuda_graphs"  # on a CPU the kernel shares out a table's slots, CHUNK at a time
-        least_cut = LEAST_CUT if on_gpus else max(1, CHUNK // runner.store.page_size)
+        on_gpus, least_cut = option == "cuda_graphs", LEAST_CUT
+        if not on_gpus and runner.config.backend == "auto":  # our kernel shares out a table's slots, CHUNK at a time
+            least_cut = max(least_cut, CHUNK // runner.store.page_size)
         self._spare = 1 if on_gpus else least_cut
         cut_by_length = on_gpus and not runner.config.deterministic
         self._capacities = Capacities(runner.store, cut_by_length=cut_by_length, least_cut=least_cut)
