@@ -41,7 +41,7 @@ from .rows import Append
 from .sharded import RowTables, ShardedCache, View
 
 LEAST_PAGES, LEAST_TOKENS = 1 << 12, 1 << 20  # capacities below these are not distinguished
-LEAST_CUT = 8  # the same, pages of a row whose keys are cut by the width of its table on a GPU
+LEAST_CUT = 8  # the same, pages of a row whose keys are cut by the width of its table
 
 
 class Capacity(NamedTuple):
