@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,7 +15,6 @@ from ...core.files import append, read_json, whole_file, writing
 
 LINES_PER_RUN = 10
 LOG_NAME = "train.jsonl"
-LOCK_NAME = ".lock"  # in the folder of checkpoints; a run locks it
 PLOT_NAME = "loss.png"
 
 
@@ -34,13 +34,15 @@ class Reporter:
             return
         self._folder, self._last = Path(args.output_dir), args.train_iters
         log = self._log = self._folder / LOG_NAME
-        former = _open_alone("--output-dir", log)
-        self._save = None if args.save is None else _open_alone("--save", Path(args.save) / LOCK_NAME)
+        with writing(log):
+            self._folder.mkdir(parents=True, exist_ok=True)
+        self._save = None if args.save is None else _open_folder(Path(args.save))
+        former = _open_alone(log)
         earlier = read_log(log) if first_step > 1 else []
         with whole_file(log) as part:
             part.write_text("".join(json.dumps(r) + "\n" for r in earlier if r.get("step", 0) < first_step))
         with former:
-            self._file = _open_alone("--output-dir", log)
+            self._file = _open_alone(log)
         self._ends = (first_step, self._last)
         self._interval = max(1, (self._last - first_step + 1) // LINES_PER_RUN)
 
@@ -72,27 +74,43 @@ class Reporter:
             return
         self._file.close()
         if self._save is not None:
-            self._save.close()
+            os.close(self._save)
         if importlib.util.find_spec("matplotlib") is None:
             self.say(f"no {PLOT_NAME}: matplotlib is not installed")
         else:
             draw_losses(read_log(self._log), self._folder / PLOT_NAME)
 
 
-def _open_alone(option: str, path: Path) -> BinaryIO:
-    """A file in an option's folder, to append to it; locked while it is open."""
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("ab", buffering=0)
+def _open_alone(log: Path) -> BinaryIO:
+    """The log, to append to it; locked while it is open."""
+    with writing(log):
+        file = log.open("ab", buffering=0)
+    if not _lock(file.fileno()):
+        file.close()
+        raise ValueError(f"--output-dir {str(log.parent)!r} is being written to by another run: name another")
+    return file
+
+
+def _open_folder(folder: Path) -> int:
+    """The folder of checkpoints; locked while it is open."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(folder, os.O_RDONLY)
+    if not _lock(file):
+        os.close(file)
+        raise ValueError(f"--save {str(folder)!r} is being written to by another run: name another")
+    return file
+
+
+def _lock(file: int) -> bool:
+    """Whether no other process has it locked."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        file.close()
-        text = f"{option} {str(path.parent)!r} is being written to by another run: name another"
-        raise ValueError(text) from None
+        return False
     except OSError:  # a file system without locks
         pass
-    return file
+    return True
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
