@@ -281,6 +281,7 @@ def _config(**changes):
 DAMAGE = [
     ("config.json", _config(intermediate_size=9), r"its model.*down_proj.weight has the shape \[32, 64\], config"),
     ("config.json", _config(num_hidden_layers=2), "its weights lack model.layers.1.input_layernorm.weight, model"),
+    ("config.json", _config(model_type=["own"]), r"config.json: model_type is \[.own.\], none of those of Transform"),
     ("config.json", _config(model_type="own"), "config.json: model_type is 'own', none of those of Transformers "),
     ("config.json", _config(model_type="own", auto_map={"AutoConfig": "a.B"}), "it comes with code of its own, which"),
     ("model.safetensors", Path.unlink, r"it has no \*.safetensors"),

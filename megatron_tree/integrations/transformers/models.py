@@ -231,18 +231,15 @@ def naming(folder: Path, *files: str):
 
 def _fault(folder: Path, files: tuple[str, ...]) -> str | None:
     """Which file of a model folder is missing or damaged; None: neither is found."""
+    kind = ""
     for file in sorted(folder.glob("*.json")):
         try:
             content = json.loads(file.read_bytes())
         except (OSError, ValueError) as error:
             return f"{file.name} is damaged ({error})"
-        if not isinstance(content, dict):
-            continue
-        if file.name == "config.json" and "auto_map" not in content and content.get("model_type") not in CONFIG_MAPPING:
-            release = importlib.metadata.version("transformers")
-            kind = repr(content["model_type"]) if "model_type" in content else "missing"
-            return f"config.json: model_type is {kind}, none of those of Transformers {release}: take another release"
-        if file.name == WEIGHTS_INDEX:
+        if file.name == "config.json" and isinstance(content, dict) and "auto_map" not in content:
+            kind = content.get("model_type")
+        if file.name == WEIGHTS_INDEX and isinstance(content, dict):
             needed = set(content.get("weight_map", {}).values())
             if missing := sorted(name for name in needed if not (folder / name).is_file()):
                 return f"{missing[0]} is missing, which {file.name} names"
@@ -254,6 +251,11 @@ def _fault(folder: Path, files: tuple[str, ...]) -> str | None:
             safe_open(file, "pt").__exit__(None, None, None)
         except (OSError, SafetensorError) as error:
             return f"{file.name} is damaged ({error})"
+    if kind is None:
+        return "config.json has no model_type"
+    if kind and str(kind) not in CONFIG_MAPPING:
+        release = importlib.metadata.version("transformers")
+        return f"config.json: model_type is {kind!r}, none of those of Transformers {release}: take another release"
     return None
 
 
