@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("transformers")
 
 from megatron_tree import CommError, TreeConfig
-from megatron_tree.core import comm, log
+from megatron_tree.core import comm
 from megatron_tree.core.cache import graph
 from megatron_tree.core.cache.graph import check_runner
 from megatron_tree.core.comm import collectives, reductions, work
@@ -90,19 +90,22 @@ def _on_two_ranks(rank, world, options):
     config = TreeConfig(transport="builtin", check="never")  # gloo's ranks would meet in each call; NCCL's don't
     it = Pair.of(cp_group=dist.group.WORLD, config=config, **options)
     Tape.begin()
-    worst = rows_come_and_go(it, 40)
-    return worst, Tape.made_after, comm.group.GroupState.of(dist.group.WORLD).calls.latest.number
+    worst, book = rows_come_and_go(it, 40), it.graphed.store.book
+    assert all(numbers.capacity <= most + 1 for numbers, most in zip(book.numbers, book.most, strict=True))
+    pages = [numbers.capacity for numbers in book.numbers]
+    return worst, Tape.made_after, pages, comm.group.GroupState.of(dist.group.WORLD).calls.latest.number
 
 
 @pytest.mark.parametrize(
     "schedule", ["allgather", *(pytest.param(x, marks=pytest.mark.slow) for x in ("scatter", "allreduce", "two_level"))]
 )
-def test_ranks_that_capture_at_different_times(schedule):
-    """A rank whose pages have moved captures again while the other one replays; the calls' numbers stay the same."""
+def test_all_ranks_capture_in_the_same_steps(schedule):
+    """However many pages each of them has; the calls' numbers are the same."""
     found = run_distributed(_on_two_ranks, 2, {"schedule": schedule, "windows": (None, 6)})
     assert largest(worst for worst, *_ in found) <= 1e-5
     assert len({calls for *_, calls in found}) == 1
-    assert found[0][1] != found[1][1], "both ranks' pages moved in the same steps"
+    assert found[0][1] == found[1][1] and len(found[0][1]) > 3
+    assert found[0][2] != found[1][2], "both ranks have as many pages"
 
 
 @pytest.mark.parametrize(
@@ -213,18 +216,6 @@ def test_few_graphs_are_kept(monkeypatch):
     a = it.both("add")
     it.steps([a], 3)  # the pages are new ones
     assert it.worst <= 1e-5
-
-
-@pytest.mark.parametrize(("value", "warnings"), [(None, 1), ("1", 1), ("0", 0)])
-def test_nccl_may_not_register_what_one_rank_captures(value, warnings, monkeypatch, caplog):
-    monkeypatch.setattr(comm, "group_size", lambda group: 2)
-    monkeypatch.setattr(comm.Ranks, "of", lambda *_: SimpleNamespace(backend="nccl"))
-    monkeypatch.setattr(log, "_said", set())
-    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
-    if value is not None:
-        monkeypatch.setenv("NCCL_GRAPH_REGISTER", value)
-    check_runner(_runner())
-    assert [x.message.count("NCCL_GRAPH_REGISTER=0") for x in caplog.records] == [1] * warnings
 
 
 def test_rows_that_come_and_go_share_few_graphs():

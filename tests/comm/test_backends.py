@@ -1,7 +1,6 @@
 """Groups that were made in every way torch has: what matters is the backend that carries a call's tensors."""
 
 import contextlib
-import os
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -130,18 +129,15 @@ def test_a_team_of_all_ranks_comes_before_attention(name, comes_first, monkeypat
 
 
 def test_a_default_group_of_nccl(monkeypatch):
-    """Its kernels come first, and no buffers are registered while one rank captures a CUDA graph."""
+    """Its kernels come first."""
     made = {}
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "")  # restored afterwards
-    monkeypatch.delenv("NCCL_GRAPH_REGISTER")
     monkeypatch.setattr(rendezvous, "_store", lambda *_: None)
     monkeypatch.setattr(rendezvous, "_missing", lambda *_: ())
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: made.update(options))
     rendezvous.start_default_group("nccl", timeout_s=30.0, device_id=CPU)
-    assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
     assert made["pg_options"].is_high_priority_stream and made["pg_options"]._timeout == made["timeout"]
 
 

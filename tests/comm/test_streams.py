@@ -258,9 +258,9 @@ def _repeated_calls(group, world):
         )
         (out.sum() + lse.sum()).backward()
 
-    def pack(config):
+    def pack(config, layout="zigzag"):
         x, config = (x.detach()[0].requires_grad_() for x in (q, k, v)), TreeConfig(**call, **config)
-        tree_attn_varlen_func(*x, cu_seqlens=bounds, layout="zigzag", cp_group=group, config=config).sum().backward()
+        tree_attn_varlen_func(*x, cu_seqlens=bounds, layout=layout, cp_group=group, config=config).sum().backward()
 
     for config in (
         {"grid": (2, 2), "grid_backward": (1, 4), "head_chunks": 2},
@@ -272,6 +272,8 @@ def _repeated_calls(group, world):
     yield "cast", functools.partial(train, {"schedule": "cast"}, window_size=(9, 0))
     for config in ({"grid": (2, 2)}, {"schedule": "ring"}):
         yield f"documents, {config}", functools.partial(pack, config)
+    yield "documents, lengths", functools.partial(pack, {}, (8,) * world)  # "contiguous" asks for them in every call
+    yield "lengths", functools.partial(train, {}, layout=(8,) * world)
     token, shard = torch.randn(1, 1, 8, 8), (k.detach(), v.detach())
     for schedule in set(DECODE_SCHEDULES) - {"ring"}:  # whose ranks ask one another how much they hold
         step = functools.partial(tree_decode, token, *shard, cp_group=group, schedule=schedule)

@@ -54,21 +54,23 @@ def _cross(n, group, config):
 
 
 def _documents(n, group, config):
+    """Cut as `shard_sequence` does, and into lengths that the ranks know."""
     inputs, bounds = make_inputs(n, (4, 2), batch=1, seed=n), [0, n // 3, n // 3, n - 2]  # and two rows of padding
     inputs[0][:, n - 2 :] = float("nan")
-    q, k, v, dout = (shard_sequence(x, group, 1, CONTIGUOUS)[0] for x in inputs)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    options = dict(cu_seqlens=bounds, cp_group=group, layout=CONTIGUOUS, return_lse=True, config=config)
-    out, lse = tree_attn_varlen_func(*leaves, **options)
     of = torch.tensor([0] * bounds[1] + [2] * (bounds[3] - bounds[2]) + [-1, -1])
     truth = oracle(*(x.nan_to_num() for x in inputs), sequences=of, causal=True)
-    grads = torch.autograd.grad(out, leaves, dout)
-    found = [out[None], lse.T[None], *(x[None] for x in grads)]
     wanted = [truth[0], truth[1].transpose(1, 2), *truth[2:5]]
-    real = shard_sequence((of >= 0)[None], group, 1, CONTIGUOUS)[0]
-    for a, b in zip(found, wanted, strict=True):
-        difference = (a.detach() - shard_sequence(b, group, 1, CONTIGUOUS))[:, real]
-        yield float(difference.abs().max()) if real.any() else 0.0
+    for layout in (CONTIGUOUS, {2: [n - 3, 3], 3: (n - 3, 0, 3)}[dist.get_world_size()]):
+        q, k, v, dout = (shard_sequence(x, group, 1, layout)[0] for x in inputs)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        options = dict(cu_seqlens=bounds, cp_group=group, layout=layout, return_lse=True, config=config)
+        out, lse = tree_attn_varlen_func(*leaves, **options)
+        grads = torch.autograd.grad(out, leaves, dout)
+        found = [out[None], lse.T[None], *(x[None] for x in grads)]
+        real = shard_sequence((of >= 0)[None], group, 1, layout)[0]
+        for a, b in zip(found, wanted, strict=True):
+            difference = (a.detach() - shard_sequence(b, group, 1, layout))[:, real]
+            yield float(difference.abs().max()) if real.any() else 0.0
 
 
 def _recurrent(n, group, config):
@@ -145,6 +147,15 @@ def _refused(rank, world):
     with comm.record() as log:  # lengths that are known are not asked for
         tree_attn_func(x, x, x, cp_group=group, layout=(8, 8))
     assert all(sent.bytes > 16 for sent in log)
+    sent = []
+    for layout in (CONTIGUOUS, (8, 8)):
+        with comm.record() as log:
+            tree_attn_varlen_func(x[0], x[0], x[0], cu_seqlens=[0, 5, 16], cp_group=group, layout=layout)
+        sent.append(len(log))
+    assert sent[0] == sent[1] + 1
+    for lengths, message in (((9, 7), "q has 8 rows on rank .* but layout=.9, 7. gives it"), ((8,), "must give 2")):
+        with pytest.raises(ValueError, match=message):
+            tree_attn_varlen_func(x[0], x[0], x[0], cu_seqlens=[0, 5, 16], cp_group=group, layout=lengths)
     with pytest.raises(ValueError, match=r"rank 0 has function=tree_attn_func\(layout='contiguous'\); rank 1 has"):
         tree_attn_func(x, x, x, cp_group=group, layout=["contiguous", "zigzag"][rank])
     return said

@@ -187,7 +187,7 @@ def _start_and_parts(rank, world, device):
 
 
 def _replay(rank, world, device):
-    """One rank's pages move while the others' stay: it captures again, and the others replay what they have."""
+    """Where one rank's pages move all ranks' do, and all capture again, in the same call."""
     config = TreeConfig(transport="builtin", check="never", timeout_s=60)
     page_size, steps = (4, 40) if device.type == "cpu" else (16, 150)
     pair = Pair.of(cp_group=dist.group.WORLD, device=device, config=config, page_size=page_size, schedule="allgather")
@@ -213,10 +213,10 @@ def test_every_schedule_and_transport(kind, world):
 
 
 @pytest.mark.parametrize("kind", PLACES)
-def test_graphs_and_a_rank_that_captures_again(kind):
+def test_all_ranks_capture_again_in_the_same_steps(kind):
     found = _on_ranks(_replay, kind, "as commands start", world=2)
     assert largest(worst for worst, _ in found) <= 1e-5
-    assert found[0][1] and found[0][1] != found[1][1], "both ranks' pages moved in the same steps"
+    assert len(found[0][1]) > 3 and found[0][1] == found[1][1]
 
 
 @pytest.mark.alone

@@ -139,6 +139,9 @@ def test_what_recurrent_layers_can_not_take(world):
         mamba = build_hybrid(plain, MAMBA)
         with refused_with("TreeMambaMixer (a layer with a recurrent state, and a cp_comm_type without a tree)"):
             tree.use_dispatched_documents(mamba)
+        for name in ("GatedDeltaNet2", "GatedDeltaProductMixer"):  # of Megatron's main branch
+            with refused_with(f"{name} (a layer with a recurrent state, and a cp_comm_type without a tree)"):
+                tree.use_dispatched_documents(torch.nn.Sequential(type(name, (torch.nn.Module,), {})()))
         with pytest.raises(ValueError, match="serves a GPTModel"):
             tree.MegatronRunner(mamba)
         with refused_with("cp_comm_type='p2p' in a layer with a gated delta net, which has no context paral"):

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="patches are
 REPO = Path(__file__).resolve().parents[2]
 APPLY = REPO / "patches" / "apply.sh"
 PATCHES = sorted((REPO / "patches" / "megatron-lm").glob("*.patch"))
+CHECKOUT = os.environ.get("MEGATRON_LM")
 RELEASES = ["0.16.0", "0.17.0", "0.17.1", "0.18.0", "0.18.2", "0.19.0", "0.19.2"]
 WORLD = 2
 
@@ -180,3 +181,12 @@ def test_release(release, tmp_path):
     assert run_ranks("patch", folder, tmp_path / "patch") == [["gqa", "mla"] + ["gdn"] * (minor >= 19)] * WORLD
     assert apply(folder, "--revert").returncode == 0
     assert changed(before, folder) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHECKOUT is None, reason="set MEGATRON_LM to a checkout of Megatron-LM")
+def test_checkout(tmp_path):
+    """Of a branch that is newer than all releases: attention, without a patch."""
+    for way, more in (("spec", []), ("install", ["dsa"])):
+        kinds = run_ranks(way, CHECKOUT, tmp_path / way)[0]
+        assert [kind for kind in kinds if kind not in ("gdn", "mamba")] == ["gqa", "mla", *more], way

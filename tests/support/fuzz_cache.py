@@ -296,9 +296,11 @@ def run_life(rank, world, life):
         assert [cache.book.rows[i].length for i in ids] == [len(tokens) for tokens in model.rows]
         ranks = list({id(part): part.rank for i in ids for part in cache.book.rows[i].parts}.values())
         assert cache.book.loads == [ranks.count(r) for r in range(world)]  # rows share pages
+        (numbers,), (held,), (most,) = cache.book.numbers, cache.book.held, cache.book.most
+        assert numbers.used <= held[rank] and numbers.capacity <= most
     for i in ids:
         cache.remove(i)
-    assert cache.book.numbers[0].used == 0 and not any(cache.book.loads)
+    assert cache.book.numbers[0].used == 0 and not any(cache.book.loads) and not any(cache.book.held[0])
     return True
 
 

@@ -105,10 +105,11 @@ def gated_delta_net_block(pattern):
 
 
 def further_kinds(way):
-    """Recurrent layers: ours. A patch knows attention only: then gated delta nets of a release whose own take a
-    cp_comm_type. DSA, whose configuration install() lets through."""
+    """Recurrent layers of releases that were read: ours. A patch knows attention only: then gated delta nets of a
+    release whose own take a cp_comm_type. DSA, whose configuration install() lets through."""
     if way != "patch":
-        return ["gdn", "mamba"] + ["dsa"] * (way == "install")
+        is_read = compat.megatron_version().startswith(compat.READ)
+        return ["gdn", "mamba"] * is_read + ["dsa"] * (way == "install")
     module = importlib.import_module("megatron.core.ssm.gated_delta_net")
     return ["gdn"] * ("cp_comm_type" in inspect.signature(module.GatedDeltaNet.__init__).parameters)
 

@@ -165,7 +165,7 @@ def tree_attn_varlen_func(
     selected: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
-    layout: str | Dispatched = "documents",
+    layout: str | Sequence[int] | Dispatched = "documents",
     config: TreeConfig | None = None,
     return_lse: bool = False,
     return_max_logit: bool = False,
@@ -185,8 +185,8 @@ def tree_attn_varlen_func(
             of q sees document i of k; default: q's.
         max_seqlen: length of the longest document of q; optional, checked if given.
         layout: "documents" (above); what `dispatch_documents` returns (short documents whole on one rank, no padding);
-            or the packed rows are cut as a whole: "zigzag" (t a multiple of 2p; Megatron's inter-document masking) or
-            "contiguous" (any t, as `shard_sequence` cuts it).
+            or the packed rows are cut as a whole: "zigzag" (t a multiple of 2p; Megatron's inter-document masking),
+            "contiguous" (any t, as `shard_sequence` cuts it) or a tuple of every rank's rows, as in `tree_attn_func`.
         selected: int32 [t/p, m]: positions within the query's document.
         Others as in `tree_attn_func`.
 
@@ -200,7 +200,13 @@ def tree_attn_varlen_func(
     with ranks.call("tree_attn_varlen_func", differentiable=True) as call, outside:
         check_packed(q, k, v)
         world, own = ranks.size, q.shape[0]
-        counts = cut if isinstance(cut, tuple) else (own,) * world
+        counts = (own,) * world
+        if isinstance(cut, (tuple, list)):
+            layout = counts = check_layout(cut, world)
+            if own != counts[ranks.rank]:
+                raise ValueError(
+                    f"q has {own} rows on rank {ranks.rank} but layout={counts} gives it {counts[ranks.rank]}"
+                )
         if more := max(counts) - own:  # a rank's rows and padding, as many as the longest shard has
             q, k, v = (F.pad(x, (0, 0, 0, 0, 0, more)) for x in (q, k, v))
             selected = None if selected is None else F.pad(selected, (0, 0, 0, more), value=-1)
@@ -231,7 +237,7 @@ def tree_attn_varlen_func(
 
 
 def _documents(
-    layout: str | Dispatched, cu_seqlens, cu_seqlens_padded, *, num_rows: int, world: int
+    layout: str | tuple[int, ...] | Dispatched, cu_seqlens, cu_seqlens_padded, *, num_rows: int, world: int
 ) -> Packed | Dispatched:
     """The layout of packed documents that have num_rows rows on all ranks together."""
     if isinstance(layout, Dispatched):
@@ -246,7 +252,8 @@ def _documents(
     documents = packed_layout(cu_seqlens, cu_seqlens_padded, num_rows=num_rows)
     if layout == "documents":
         return documents
-    check_choice("layout", layout, ("documents", *LAYOUTS))
+    if not isinstance(layout, tuple):
+        check_choice("layout", layout, ("documents", *LAYOUTS))
     return documents_over(documents.lengths, documents.padded, world, layout)
 
 

@@ -302,7 +302,7 @@ class _SavedRows:
         store, shapes, nothing = self._store, self._about["shapes"][layer], (1, 0)  # latents are whole in k
         local = [(shapes.get(x, nothing)[0] // self._num_groups, *shapes.get(x, nothing)[1:]) for x in ("k", "v")]
         like = [torch.empty(1, 1, *shape, dtype=self._dtype, device=self._device) for shape in local]
-        store.layers[layer].reserve(store.book.numbers[store.kind_of[layer]].capacity, *like)
+        store.layers[layer].reserve(store.num_pages(store.kind_of[layer]), *like)
         if "index_k" in shapes:
             store.layers[layer].reserve_index(torch.empty(shapes["index_k"], dtype=self._dtype, device=self._device))
         for source, (numbers, slots) in zip(self._sources, chosen, strict=True):

@@ -9,17 +9,15 @@ A static step is one whose launches depend on the number of rows and a capacity 
 (tokens, positions, lengths, pages, and where this rank stores the new ones) is read on the device. A rank that does not
 own a row's new page stores its token in a page that no row has. So the same launches are right for every token.
 
-Which of the steps it is depends on what all ranks know, but for one case: a rank whose pages have moved, because its
-cache has grown, captures again while others only replay. Capturing sends nothing, unless NCCL registers the buffers
-that it captures: ranks then wait for one another. NCCL_GRAPH_REGISTER=0 forbids it, if set before the first
-communicator.
+Which of the steps it is depends on what all ranks know. When the pages of one rank move, because its cache has grown,
+those of all ranks do (`RowBook.most`), and all capture again: NCCL may register the buffers of a capture, for which
+ranks wait for one another.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -33,7 +31,6 @@ from .. import comm
 from ..config import TRUSTING, TreeConfig
 from ..kernels import ACCELERATORS
 from ..kernels.native import CHUNK
-from ..log import warn_once
 from ..tape import Tape, static
 from .forward import ForwardPass, appended
 from .pages import kept
@@ -166,7 +163,7 @@ class StaticPass(ForwardPass):
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         kind, pages = self.store.kind_of[layer], self.store.layers[layer]
         self.written.add(layer)
-        pages.reserve(self.store.book.numbers[kind].capacity, k, v)
+        pages.reserve(self.store.num_pages(kind), k, v)
         pages.write(self.inputs.slots[kind], k.flatten(0, 1), v.flatten(0, 1))
 
     def attend(self, layer: int, q: Tensor, *, visible: Tensor | None = None, **options) -> Tensor:
@@ -218,11 +215,6 @@ def check_runner(runner) -> None:
     elif pages.latent and not pages.joined:
         reason = "latents in 8 bits are put together on the host; choose another dtype of the cache"
     _refuse("cuda_graphs", reason)
-    if groups and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
-        warn_once(
-            "cuda_graphs=True: a rank whose cache has grown captures alone, and NCCL may let it wait for the others "
-            "until the time limit: set NCCL_GRAPH_REGISTER=0 before process groups are made"
-        )
 
 
 def check_tapes(runner) -> None:

@@ -170,10 +170,9 @@ class LayerPages:
         return slots // self.page_size, slots % self.page_size
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole pages (from, to), one at least. Does nothing before the first token."""
+        """Copy whole pages (from, to), one at least, which are reserved. Does nothing before the first token."""
         if self.k is None:
             return
-        self.grow(1 + max(destination for _, destination in pairs))
         sources, destinations = on_device(torch.tensor(pairs), self.k.device).T
         for pages in self.tensors.values():
             pages = pages.view(_bits(pages))

@@ -110,9 +110,13 @@ class RowBook:
         if any(window is not None and window < 1 for window in windows):
             raise ValueError(f"windows={windows} must be 1 or more each, or None")
         self.rank, self.world, self.page_size, self.windows = rank, world, page_size, windows
-        self._forgets = any(window is not None for window in windows)
+        self._windowed = [kind for kind, window in enumerate(windows) if window is not None]
         self.numbers = [PageNumbers() for _ in windows]
         self.loads = [0] * world
+        self.held = [self.loads if window is None else [0] * world for window in windows]
+        """By kind and rank: pages at most; what rows share counts once, in layers with a window once for each."""
+        self.most = [0] * len(windows)
+        """By kind: of any rank, so far."""
         self.rows: dict[int, Row] = Rows()
         self.prefixes = Prefixes(page_size, windows)
         self._next_id = 0
@@ -142,7 +146,7 @@ class RowBook:
         copies = [[] for _ in kinds]
         first = tuple([row.length for row in rows])
         for row in rows:
-            if self._forgets:
+            if self._windowed:
                 self.forget(row)
             if num_tokens > 1 or not row.owns_last or row.length % size == 0:
                 self._add_pages(row, row.length + num_tokens, copies)
@@ -175,7 +179,16 @@ class RowBook:
                 for kind, numbers in enumerate(self.numbers):
                     row.indices[kind].append(len(row.parts))
                     row.pages[kind].append(numbers.take())
+            for kind in self._windowed:
+                self.held[kind][rank] += 1
             row.parts.append(RowPage(rank))
+        self.most = [max(most, *held) for most, held in zip(self.most, self.held, strict=True)]
+
+    def _hold_windows(self, row: Row, first: int = 0, pages: int = 1) -> None:
+        """Count the row's pages from the first-th on that its windows have not left yet; pages=-1: no longer."""
+        for kind in self._windowed:
+            for page in row.parts[max(first, row.forgotten[kind] // self.page_size) :]:
+                self.held[kind][page.rank] += pages
 
     def _count(self, row: Row) -> None:
         """Set how many of a row's tokens this rank holds: whole pages, and its part of the last one."""
@@ -234,10 +247,11 @@ class RowBook:
 
     def forget(self, row: Row) -> None:
         """Free the pages of a row that no later query can see."""
-        for kind, window in enumerate(self.windows):
-            if window is None:
-                continue
-            row.forgotten[kind] = max(row.forgotten[kind], row.length - window + 1)
+        for kind in self._windowed:
+            first, beyond = row.forgotten[kind], row.length - self.windows[kind] + 1
+            row.forgotten[kind] = max(first, beyond)
+            for page in row.parts[first // self.page_size : row.forgotten[kind] // self.page_size]:
+                self.held[kind][page.rank] -= 1
             indices, pages = row.indices[kind], row.pages[kind]
             gone = 0
             while gone < len(indices) and (indices[gone] + 1) * self.page_size <= row.forgotten[kind]:
@@ -283,6 +297,7 @@ class RowBook:
         self.check_crop(row_id, length)
         row = self.rows[row_id]
         keep = -(-length // self.page_size)
+        self._hold_windows(row, keep, -1)
         for page in reversed(row.parts[keep:]):  # the last ones are evicted first
             self._release(page)
         del row.parts[keep:]
@@ -337,6 +352,7 @@ class RowBook:
             self._hold(page)
         copy.runs = [runs.copy() for runs in row.runs]
         copy.parts = row.parts[:full] + [self._new_page(page.rank) for page in row.parts[full:]]
+        self._hold_windows(copy)
         return copy_id
 
     def pages_to_share(self, row_id: int, keys: Sequence[bytes]) -> list[int]:
@@ -373,6 +389,7 @@ class RowBook:
             key = keys[index] if keys else None
             entry = PrefixPage(page, numbers, is_whole, row.state is not None, state, row.note, row.next_positions, key)
             self._hold(page)
+            self._hold_prefix(entry)
             self.prefixes.add(entry)
 
     def begin(self, row_id: int, numbers: Sequence[int]) -> None:
@@ -388,6 +405,7 @@ class RowBook:
                 if number is not None and (index + 1) * self.page_size > row.forgotten[kind]:
                     row.indices[kind].append(index)
                     row.pages[kind].append(self.numbers[kind].share(number))
+        self._hold_windows(row)
         row.note, row.state, row.version = pages[-1].note, pages[-1].state, row.version + 1
         if pages[-1].next_positions is not None:
             row.next_positions = pages[-1].next_positions[: row.length]
@@ -400,7 +418,12 @@ class RowBook:
             for kind, page in enumerate(entry.numbers):
                 if page is not None:
                     self.numbers[kind].release(page)
+            self._hold_prefix(entry, -1)
             self._release(entry.page)
+
+    def _hold_prefix(self, entry: PrefixPage, pages: int = 1) -> None:
+        for kind in self._windowed:
+            self.held[kind][entry.page.rank] += pages * entry.is_whole[kind]
 
     def _hold(self, page: RowPage) -> None:
         page.holders += 1

@@ -131,6 +131,8 @@ class ShardedCache:
         """See `RowBook.append`. Afterwards call `write` for every layer, or `crop` the rows to their old lengths."""
         append = self.book.append(row_ids, num_tokens, sharded=sharded)
         # copy in all layers at once: the copies are needed even if the model fails before a layer writes
+        if any(append.copies):
+            self.reserve()
         for pages, kind in zip(self.layers, self.kind_of, strict=True):
             if append.copies[kind]:
                 pages.copy(append.copies[kind])
@@ -143,7 +145,7 @@ class ShardedCache:
         tokens of the one row, at the front of n; the rest is ignored. Or [1, m, ...] of the `places` alone.
         """
         pages, kind, device = self.layers[layer], self.kind_of[layer], k.device
-        pages.reserve(self.book.numbers[kind].capacity, k, v)
+        pages.reserve(self.num_pages(kind), k, v)
         tokens, slots = self.places(append, kind, device)
         if tokens.shape[0]:
             k, v = k.flatten(0, 1), v.flatten(0, 1)
@@ -195,11 +197,15 @@ class ShardedCache:
             self._nobodys[kind] = self.book.numbers[kind].take()
         return self._nobodys[kind] * self.page_size
 
+    def num_pages(self, kind: int) -> int:
+        """Pages that a layer needs on the rank that has had the most: so all ranks' get other memory in one step."""
+        return self.book.most[kind] + (kind in self._nobodys)
+
     def reserve(self, spare: int = 1) -> None:
         """Allocate all pages that have numbers, in layers that have stored a token, and fewer than `spare` others: up
         to the next power of two, or multiple of `spare`."""
         for pages, kind in zip(self.layers, self.kind_of, strict=True):
-            n = self.book.numbers[kind].capacity
+            n = self.num_pages(kind)
             pages.grow(min(1 << max(0, n - 1).bit_length(), -(-n // spare) * spare))
 
     @property
@@ -321,6 +327,7 @@ class ShardedCache:
             if kind in self._nobodys:
                 numbers.release(self._nobodys.pop(kind))
             numbers.forget_free()
+        self.book.most = [0] * len(self.book.most)
         for pages in self.layers:
             pages.reset()
 

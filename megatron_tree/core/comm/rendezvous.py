@@ -62,8 +62,6 @@ def start_default_group(backend: str, *, timeout_s: float, **options: Any) -> No
         raise CommError(f"rank {rank} does not reach the job's store at {place}: {error}") from error
     if missing:
         raise CommError(f"{name_ranks(missing)} of {world} did not start at {place} within {timeout_s:g} s", missing)
-    if backend == "nccl":
-        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")  # see cache/graph.py
     options.setdefault("pg_options", options_of_group(backend, limit))
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit, **options)
 

@@ -148,8 +148,10 @@ def document_positions(layout: Packed | Dispatched, rank: int, world: int, *, de
     return positions_of(layout.in_rows(rank, world), layout.rows(world), device=device, padding=0)
 
 
-def documents_over(lengths: tuple[int, ...], padded: tuple[int, ...], world: int, layout: str = "zigzag") -> Dispatched:
+def documents_over(
+    lengths: tuple[int, ...], padded: tuple[int, ...], world: int, layout: str | tuple[int, ...] = "zigzag"
+) -> Dispatched:
     """Packed documents in a sequence that is cut as a whole by `layout`."""
     seq_len = sum(padded)
     shares = (tuple((s.pos, s.length) for s in shard_segments(seq_len, r, world, layout)) for r in range(world))
-    return Dispatched(lengths, padded, tuple(shares), shard_lengths(seq_len, world, layout)[0])
+    return Dispatched(lengths, padded, tuple(shares), max(shard_lengths(seq_len, world, layout)))

@@ -470,8 +470,9 @@ def mixer_name(module: Any) -> str | None:
 
 
 def is_recurrent(module: Any) -> bool:
-    """Whether a module is a Mamba or GatedDeltaNet layer."""
-    return any(cls.__name__ in ("MambaMixer", "GatedDeltaNet") for cls in type(module).__mro__)
+    """Whether a module is a layer of Megatron's with a recurrent state."""
+    names = ("MambaMixer", "GatedDeltaNet", "GatedDeltaNet2", "GatedDeltaProductMixer")  # the last two from 0.20 on
+    return any(cls.__name__ in names for cls in type(module).__mro__)
 
 
 def uses_tree(config: Any) -> bool:
