@@ -121,7 +121,7 @@ def test_other_faults_and_other_errors():
 
 
 def test_logs_and_topologies(tmp_path):
-    args = argparse.Namespace(output_dir=tmp_path / "run", train_iters=3)
+    args = argparse.Namespace(output_dir=tmp_path / "run", save=None, train_iters=3)
     log = tmp_path / "run" / LOG_NAME
     reporter = Reporter(args, first_step=1, enabled=True)
     reporter.event("start", options={})

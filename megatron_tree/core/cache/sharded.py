@@ -145,7 +145,7 @@ class ShardedCache:
         tokens of the one row, at the front of n; the rest is ignored. Or [1, m, ...] of the `places` alone.
         """
         pages, kind, device = self.layers[layer], self.kind_of[layer], k.device
-        pages.reserve(self.num_pages(kind), k, v)
+        pages.reserve(self.book.most[kind] + (kind in self._nobodys), k, v)  # num_pages, without a call in every layer
         tokens, slots = self.places(append, kind, device)
         if tokens.shape[0]:
             k, v = k.flatten(0, 1), v.flatten(0, 1)
