@@ -68,8 +68,12 @@ class Backend:
         `attn_fwd`; own and steps of leaves.py.
         Returns: dq [b, s_q, h, d], dk [b, s_k, h_kv, d], dv [b, s_k, h_kv, d_v] in fp32 (float64 for float64).
         """
-        through_lse = "_through_lse" * (self.flowing_lse and self.name == "aten")
-        derive = getattr(self.module, "attn_bwd_jvp" if self.dual else f"attn_bwd{through_lse}")
+        if self.dual:
+            derive = self.module.attn_bwd_jvp
+        elif self.flowing_lse and self.name == "aten":
+            derive = self.module.attn_bwd_through_lse
+        else:
+            derive = self.module.attn_bwd
         if spec.ranges is not None:
             derive = functools.partial(ranges.attn_bwd, derive)
         call = dict(q_segments=q_segments, k_segments=k_segments, spec=spec, **others)

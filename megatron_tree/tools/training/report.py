@@ -81,14 +81,23 @@ class Reporter:
             draw_losses(read_log(self._log), self._folder / PLOT_NAME)
 
 
+def _locked(option: str, folder: Path, file: int) -> int:
+    """The file, of an option's folder, locked while it is open. Raises: ValueError where another process has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        raise ValueError(f"{option} {str(folder)!r} is being written to by another run: name another") from None
+    except OSError:  # a file system without locks
+        pass
+    return file
+
+
 def _open_alone(log: Path) -> BinaryIO:
     """The log, to append to it; locked while it is open."""
     with writing(log):
-        file = log.open("ab", buffering=0)
-    if not _lock(file.fileno()):
-        file.close()
-        raise ValueError(f"--output-dir {str(log.parent)!r} is being written to by another run: name another")
-    return file
+        file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        return open(_locked("--output-dir", log.parent, file), "ab", buffering=0)
 
 
 def _open_folder(folder: Path) -> int:
@@ -96,21 +105,7 @@ def _open_folder(folder: Path) -> int:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = os.open(folder, os.O_RDONLY)
-    if not _lock(file):
-        os.close(file)
-        raise ValueError(f"--save {str(folder)!r} is being written to by another run: name another")
-    return file
-
-
-def _lock(file: int) -> bool:
-    """Whether no other process has it locked."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        pass
-    return True
+    return _locked("--save", folder, file)
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
