@@ -1,6 +1,7 @@
 """The training loop on ranks: equal losses in every layout; resumed, damaged, killed and stopped runs."""
 
 import contextlib
+import fcntl
 import math
 import os
 import shutil
@@ -13,6 +14,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from megatron_tree.tools.training.checkpoint import MANIFEST, TRACKER, checkpoint_folder, fault_of
+from megatron_tree.tools.training.report import LOG_NAME
 from support.limits import files_of_at_most
 from support.ranks import run_distributed
 from support.training_runs import losses, records, train_all, write_text
@@ -74,6 +76,9 @@ def _all_runs(rank, world, folder):
         trained(name, f"{CP2} {saved}_refused {options}")
     trained("weights", f"{CP2} --load {folder / 'kept'} --train-iters 1 --lr-warmup-iters 0")
     trained("absent", f"{CP2} --load {folder / 'absent'}")
+    with open(folder / "whole" / LOG_NAME) as log:
+        once(lambda: fcntl.flock(log, fcntl.LOCK_EX))
+        trained("taken", f"{CP2} --output-dir {folder / 'whole'}")
 
     trained("zero", f"{CP2} {ZERO}")
     trained("zero_half", f"{CP2} {ZERO} --train-iters 2 --lr-decay-iters 4 --save {folder / 'saved_zero'}")
@@ -161,6 +166,12 @@ def test_weights_start_a_new_run(runs):
     assert losses(folder / "weights")[1] < first[1] - 0.01, "it goes on from the trained weights"
     assert "the run starts at iteration 0" in (folder / "weights.txt").read_text()
     assert "absent' has no model.yaml: name a folder that --save or megatron-tree convert wrote" in outcomes["absent"]
+
+
+def test_a_log_that_another_run_writes_is_left_alone(runs):
+    folder, outcomes = runs
+    assert outcomes["taken"] == f"--output-dir '{folder / 'whole'}' is being written to by another run: name another"
+    assert sorted(losses(folder / "whole")) == [1, 2, 3, 4]
 
 
 def test_a_damaged_newest_checkpoint_is_named_and_passed_over(runs):

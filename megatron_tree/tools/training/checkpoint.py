@@ -77,9 +77,9 @@ def save_checkpoint(trainee: Trainee, args: argparse.Namespace, *, iteration: in
         **_sharded_state(trainee, is_loading=False),
     }
     final = checkpoint_folder(args.save, iteration)
-    unfinished = _on_first_rank(lambda: start_writing(final, args), args)
+    unfinished = on_first_rank(lambda: start_writing(final, args), args)
     write_state(state, unfinished, args, iteration=iteration)
-    _on_first_rank(lambda: finish(final, args.keep_checkpoints), args)
+    on_first_rank(lambda: finish(final, args.keep_checkpoints), args)
     return final
 
 
@@ -111,7 +111,7 @@ def load_checkpoint(trainee: Trainee, args: argparse.Namespace, *, digest: str) 
     """
     notes: list[str] = []
     if args.resume:
-        checkpoint, notes = _on_first_rank(lambda: newest(args.save), args)
+        checkpoint, notes = on_first_rank(lambda: newest(args.save), args)
         if checkpoint is not None:
             return _continue(trainee, args, checkpoint, digest, notes)
         notes = [f"no checkpoint in {args.save} yet: starting a new run"]
@@ -119,12 +119,12 @@ def load_checkpoint(trainee: Trainee, args: argparse.Namespace, *, digest: str) 
         notes = [f"{args.save} has checkpoints of another run, which this one overwrites: --resume continues it"]
     if args.load is None:
         return 0, 0, notes
-    checkpoint, warnings = _on_first_rank(lambda: newest(args.load), args)
+    checkpoint, warnings = on_first_rank(lambda: newest(args.load), args)
     if checkpoint is None:
         raise ValueError(
             f"--load {args.load!r} has no checkpoint: name a folder that --save wrote, or leave --load out"
         )
-    _on_first_rank(lambda: check_index(Path(checkpoint)), args)
+    on_first_rank(lambda: check_index(Path(checkpoint)), args)
     common = read_common(checkpoint)
     _compare(common["options"], args, NEW_MODEL, checkpoint)
     load_weights(unwrap_model(trainee.model), checkpoint)
@@ -135,7 +135,7 @@ def load_checkpoint(trainee: Trainee, args: argparse.Namespace, *, digest: str) 
 def _continue(
     trainee: Trainee, args: argparse.Namespace, checkpoint: str, digest: str, notes: list[str]
 ) -> tuple[int, int, list[str]]:
-    _on_first_rank(lambda: check_index(Path(checkpoint)), args)
+    on_first_rank(lambda: check_index(Path(checkpoint)), args)
     common = read_common(checkpoint)
     _compare(common["options"], args, (*NEW_MODEL, *OF_RUN), checkpoint)
     if common["data_digest"] != digest:
@@ -190,7 +190,7 @@ def _compare(saved: dict[str, Any], args: argparse.Namespace, names: Iterable[st
             )
 
 
-def _on_first_rank(action: Callable[[], Any], args: argparse.Namespace) -> Any:
+def on_first_rank(action: Callable[[], Any], args: argparse.Namespace) -> Any:
     """Run `action` on rank 0; all ranks return its result, a JSON value, or raise its error."""
     return share_check(action, Ranks.of(dist.group.WORLD, limit_s=60 * args.distributed_timeout_minutes))
 

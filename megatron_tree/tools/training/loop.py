@@ -25,7 +25,7 @@ from ...integrations import megatron as tree
 from ...integrations.megatron.compat import batch_on_this_cp_rank
 from ...integrations.megatron.cpu import megatron_on_cpu
 from ...launching import together
-from .checkpoint import load_checkpoint, save_checkpoint
+from .checkpoint import load_checkpoint, on_first_rank, save_checkpoint
 from .data import PackedText, load_text, microbatch_indices
 from .model import Trainee, build_trainee, start_model_parallel
 from .report import Reporter
@@ -107,7 +107,9 @@ def train(args: argparse.Namespace, device: torch.device, received: list[int]) -
         trainee.model.train()
         with start_errors():
             iteration, samples, notes = load_checkpoint(trainee, args, digest=digest)
-            reporter = Reporter(args, first_step=iteration + 1, enabled=dist.get_rank() == 0)
+            reporters = [Reporter(args, first_step=iteration + 1, enabled=False)]
+            on_first_rank(lambda: reporters.append(Reporter(args, first_step=iteration + 1, enabled=True)), args)
+            reporter = reporters[-1]
         unigram = text.unigram_entropy()
         title, lines = _introduction(args, text, trainee, unigram)
         reporter.event("start", title=title, first_step=iteration + 1, options=vars(args), unigram_loss=unigram)
