@@ -16,7 +16,7 @@ import functools
 import os
 from pathlib import Path
 
-from ...launching import new_parser, run_script, together
+from ...launching import check_launched, new_parser, run_script, together
 
 TIMEOUT_S = 300.0  # of a single wait
 EXAMPLES = """\
@@ -40,8 +40,7 @@ def check_arguments(args: argparse.Namespace, world_size: int) -> None:
         raise ValueError(f"--out {args.out}: a topology file ends in .yaml")
     if not args.out.absolute().parent.is_dir():
         raise ValueError(f"--out {args.out}: there is no folder {args.out.absolute().parent}")
-    if missing := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]:
-        raise ValueError(f"{', '.join(missing)} not set: start it with a launcher, on every rank; --help has examples")
+    check_launched("-m megatron_tree calibrate --out FILE.yaml")
 
 
 def main(argv: list[str]) -> int:
