@@ -277,6 +277,8 @@ def check_writable(option: str, path: str, *read: str | None) -> None:
         raise ValueError(f"{option} {path!r} would overwrite what is read: name another file")
     if Path(path).is_dir():
         raise ValueError(f"{option} {path!r} is a folder: name a file")
+    if Path(path).exists() and not Path(path).is_file() and os.access(path, os.W_OK):
+        return  # a device or a pipe: nothing is made in its folder
     folder = Path(path).resolve().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ValueError(f"{option} {path!r}: the folder {str(folder)!r} does not exist or can't be written to")
