@@ -154,6 +154,7 @@ def test_without_gradients_only_the_loss():
         (dict(q=torch.zeros(2, SEQ - 1, 4, 6)), r"q \[2, 47, 4, 6\] and k \[2, 48, 2, 6\] must have the tokens of ind"),
         (dict(k=torch.zeros(2, SEQ, 3, 6)), "q has 4 heads and k 3: the number of KV heads must divide"),
         (dict(weights=torch.ones(1, SEQ)), r"weights \[1, 48\] must have a number for each query of q, \[2, 48\]"),
+        (dict(weights=torch.ones(2, SEQ).double()), "in fp32, not torch.float64"),
         (dict(selected=torch.zeros(2, SEQ, 3)), "selected must be int32"),
         (dict(softmax_scale="big"), "softmax_scale='big' must be a number"),
     ],

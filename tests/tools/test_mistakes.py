@@ -218,7 +218,7 @@ def test_of_several_ranks_the_first_one_tells_of_a_mistake(here, monkeypatch, ca
         ("generate", "-m megatron_tree generate"),
         ("chat", "-m megatron_tree chat"),
         ("serve", "or let the command start its ranks: --ranks 4"),
-        ("calibrate --out a.yaml", "--help has examples"),
+        ("calibrate --out a.yaml", "-m megatron_tree calibrate --out FILE.yaml"),
     ],
 )
 def test_a_launcher_is_needed(words, way, here, monkeypatch, capsys):
@@ -250,6 +250,15 @@ def test_a_launchers_variable_that_cannot_be_right(name, value, sentence, here, 
     monkeypatch.setenv(name, value)
     assert run("generate") == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_a_device_may_lie_in_a_folder_of_others(tmp_path, monkeypatch):
+    from megatron_tree.inference.serving.arguments import check_writable
+
+    monkeypatch.setattr(os, "access", lambda path, mode: not Path(path).is_dir())  # root may write everywhere
+    check_writable("--json", os.devnull)
+    with pytest.raises(ValueError, match=f"the folder '{tmp_path}' does not exist or can't be written to"):
+        check_writable("--json", str(tmp_path / "a.json"))
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from ..kernels.index import index_scores, index_scores_bwd
 from ..layout import Layout, Segment, Sharding
 from ..merge import NEG_INF, SumReducer, state_dtype
 from ..spec import AttnSpec
-from .selection import KeysInOrder, by_run, check_index, check_scale, segments_of, strips
+from .selection import KeysInOrder, check_index, check_scale, strips
 from .sequences import layouts_of, sharding_of
 from .validate import check_heads, check_selected
 
@@ -80,11 +80,12 @@ def tree_index_loss_func(
             raise ValueError(f"epsilon={epsilon} is added to probabilities: pass a number from 0 to 1")
         if selected is not None:
             check_selected(selected, q, AttnSpec(softmax_scale=softmax_scale), None)
-        if weights is not None and tuple(weights.shape) != tuple(q.shape[:2]):
+        if weights is not None and (weights.shape, weights.dtype) != (q.shape[:2], torch.float32):
             raise ValueError(
-                f"weights {list(weights.shape)} must have a number for each query of q, {list(q.shape[:2])}"
+                f"weights {list(weights.shape)} must have a number for each query of q, {list(q.shape[:2])}, in fp32, "
+                f"not {weights.dtype}"
             )
-        sharding, tree = by_run(sharding_of(index_k, "index_k", ranks, layout))
+        sharding, tree = sharding_of(index_k, "index_k", ranks, layout), getattr(layout, "tree", ())
         backward = goes_backward(index_q, index_weights, index_k)
         call.agree(
             index_q=(len(index_q), *index_q.shape[2:]), q=q.shape[2:], k=k.shape[2:], seq_len=sharding.seq_len,
@@ -98,8 +99,7 @@ def tree_index_loss_func(
             target = Target(q, keys, k.shape[2], softmax_scale, selected, heads)
             index = Index(index_q, index_weights, index_keys, index_scale, epsilon)
             weights = index_q.new_ones(index_q.shape[:2], dtype=torch.float32) if weights is None else weights
-            queries = segments_of(sharding, tree, 1, (ranks.rank,))
-            loss, grads = index.divergence(target, queries, weights, backward)
+            loss, grads = index.divergence(target, sharding.in_rows(ranks.rank), weights, backward)
             if not backward:
                 return loss
             grads[2] = _sum_on_owners(grads[2], index_keys, sharding, ranks)[:, : index_k.shape[1]]
@@ -156,13 +156,14 @@ class Index(NamedTuple):
         dk = torch.zeros((len(q), len(self.keys.source), q.shape[-1]), device=q.device)
         for strip in strips(queries):
             at, (k, _, later) = slice(strip.row, strip.row + strip.length), self.keys.before(strip)
+            place = self.keys.place(strip)
             for row in range(len(q)):
                 of_row, factor = (q[row, at], self.weights[row, at], k[row], self.scale), weights[row, at, None]
                 terms, dscores = self._compare(index_scores(*of_row), *target.of(row, strip, later))
                 loss += (terms * factor).sum(dtype=torch.float64)
                 if backward:
                     dq[row, at], dweights[row, at], more = index_scores_bwd(dscores * factor, *of_row)
-                    dk[row, self.keys.place(strip)] += more
+                    dk[row, place] += more
         return loss.float(), [dq, dweights, dk] if backward else None
 
     def _compare(self, scores: Tensor, t: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,6 @@ holds.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -102,7 +101,7 @@ def tree_select_func(
     with ranks.call("tree_select_func") as call:
         of_blocks = check_positive("block_size", block_size) is not None
         check_index(index_q, index_weights, index_k, topk, softmax_scale, cached=of_blocks)
-        sharding, tree = by_run(sharding_of(index_q, "index_q", ranks, layout))
+        sharding, tree = sharding_of(index_q, "index_q", ranks, layout), getattr(layout, "tree", ())
         tree_of_blocks(tree, block_size or (1 if blocks is None else blocks.size))  # raises where it parts within one
         of_keys = sharding
         if of_blocks and blocks is not None:
@@ -110,14 +109,14 @@ def tree_select_func(
         if of_blocks:
             if not isinstance(layout, Dispatched):
                 raise ValueError(f"block_size={block_size} needs a Dispatched layout, not {layout!r}")
-            of_keys, _ = by_run(sharding_of(index_k, "index_k", ranks, layout.blocks(block_size)))
+            of_keys = sharding_of(index_k, "index_k", ranks, layout.blocks(block_size))
         b, _, h, d = index_q.shape
         call.agree(
             batch=b, heads=h, dim=d, topk=topk, seq_len=sharding.seq_len, layout=str(layout), scale=softmax_scale,
             dtype=index_k.dtype, block=block_size if blocks is None else blocks.size, config=config,
         )  # fmt: skip
         keys = KeysInOrder.gathered(index_k, of_keys, ranks, tree, block_size or 1)
-    queries = segments_of(sharding, tree, 1, (ranks.rank,))
+    queries = sharding.in_rows(ranks.rank)
     if blocks is not None:
         keys = keys.in_blocks(blocks)
     wanted = min(topk, getattr(layout, "longest", sharding.seq_len) // keys.size)
@@ -316,8 +315,7 @@ class KeysInOrder:
         """Of x [b, s/p, d] of every rank; tree: the runs of a prefix tree; size: of blocks. Collective."""
         rows = x.transpose(0, 1)
         padded = torch.cat((rows, rows.new_zeros(sharding.rows - len(rows), *rows.shape[1:])))
-        segments = segments_of(sharding, tree, size, *((r,) for r in range(ranks.size)))
-        return cls(ranks.gather(padded), segments, size, tree)
+        return cls(ranks.gather(padded), sharding.in_rows(*range(ranks.size)), size, tree)
 
     def in_blocks(self, blocks: Blocks) -> KeysInOrder:
         """The keys of the tokens' complete blocks."""
@@ -369,21 +367,6 @@ def strips(segments: Sequence[Segment]) -> Iterator[Segment]:
             count = max(1, min(STRIP, end - first, SCORES // max(1, end)))
             yield s.part(first, first + count)
             first += count
-
-
-def by_run(sharding: Sharding) -> tuple[Sharding, tuple[TreeRun, ...]]:
-    """A prefix tree with its runs as documents, and the runs; any other sharding as it is, and none."""
-    tree = getattr(sharding.layout, "tree", ())
-    return dataclasses.replace(sharding, layout=sharding.layout.by_run) if tree else sharding, tree
-
-
-def segments_of(
-    sharding: Sharding, tree: Sequence[TreeRun], size: int, *holders: tuple[int, ...]
-) -> tuple[Segment, ...]:
-    """Segments of these holders' shards, of blocks of `size` tokens, one after another; of a tree's runs at positions
-    in its rows."""
-    segments = sharding.segments(*holders)
-    return tuple(s._replace(pos=tree[s.seq].depth // size + s.pos) for s in segments) if tree else segments
 
 
 def check_index(q: Tensor, weights: Tensor, k: Tensor, topk: int, scale: float, *, cached: bool = False) -> None:

@@ -72,11 +72,13 @@ def shard_lengths(seq_len: int, world: int, layout: Layout = "zigzag") -> tuple[
     return tuple(base + (r < extra) for r in range(world))
 
 
-def shard_segments(seq_len: int, rank: int, world: int, layout: Layout = "zigzag") -> tuple[Segment, ...]:
-    """The segments of one rank's shard, in the order of its rows."""
+def shard_segments(
+    seq_len: int, rank: int, world: int, layout: Layout = "zigzag", *, in_rows: bool = False
+) -> tuple[Segment, ...]:
+    """The segments of one rank's shard, in the order of its rows; in_rows: as of `Dispatched.in_rows`."""
     lengths = shard_lengths(seq_len, world, layout)
     if isinstance(layout, (Packed, Dispatched)):
-        return layout.segments(rank, world)
+        return layout.in_rows(rank, world) if in_rows else layout.segments(rank, world)
     if layout == "zigzag" and world > 1:
         c = seq_len // (2 * world)
         return join((Segment(0, rank * c, c), Segment(c, (2 * world - 1 - rank) * c, c)))
@@ -105,6 +107,10 @@ class Sharding:
         shares = tuple(None if i == skip else r for i, holder in enumerate(holders) for r in holder)
         return gathered_segments(shares, self.seq_len, self.world, self.layout, self.rows)
 
+    def in_rows(self, *ranks: int) -> tuple[Segment, ...]:
+        """The same of these ranks' shards; of a prefix tree as `Dispatched.in_rows`."""
+        return gathered_segments(ranks, self.seq_len, self.world, self.layout, self.rows, in_rows=True)
+
     def rows_of(self, holder: tuple[int, ...], *, at: int = 0) -> slice:
         """Rows of this holder's shards, at index `at` among several holders'. A single shard is not padded."""
         n = len(holder)
@@ -115,14 +121,14 @@ class Sharding:
 
 @functools.lru_cache(maxsize=256)
 def gathered_segments(
-    ranks: tuple[int | None, ...], seq_len: int, world: int, layout: Layout, stride: int
+    ranks: tuple[int | None, ...], seq_len: int, world: int, layout: Layout, stride: int, *, in_rows: bool = False
 ) -> tuple[Segment, ...]:
     """Segments of several ranks' shards one after another, each padded to `stride` rows; None: no segments."""
     return join(
         s._replace(row=i * stride + s.row)
         for i, r in enumerate(ranks)
         if r is not None
-        for s in shard_segments(seq_len, r, world, layout)
+        for s in shard_segments(seq_len, r, world, layout, in_rows=in_rows)
     )
 
 

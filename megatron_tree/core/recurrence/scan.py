@@ -203,9 +203,7 @@ def chains_of(seq_len: int, world: int, layout: Layout) -> Chains:
     shard_lengths(seq_len, world, layout)
     tree = layout.tree if isinstance(layout, Dispatched) else ()
     documents = {}
-    segments = tuple(
-        layout.in_rows(rank, world) if tree else shard_segments(seq_len, rank, world, layout) for rank in range(world)
-    )
+    segments = tuple(shard_segments(seq_len, rank, world, layout, in_rows=True) for rank in range(world))
     for rank, of_rank in enumerate(segments):
         for index, segment in enumerate(of_rank):
             documents.setdefault(segment.seq, []).append(((rank, index), segment))
