@@ -152,8 +152,8 @@ class TreeConfig:
     row. "ranks": results and gradients have the same bits on any number of ranks, too, in any layout, batch and plan,
     on the backends "reference" and "triton" (docs/reliability.md). In training and prefill sums are cut by positions,
     and ranks merge no partial states: keys and values are gathered (a grid of one row), heads exchanged, or both.
-    Gradients of keys and decoding add up integers; a NaN of a query is one of all dk and dv of its document and KV
-    head. What can't is refused."""
+    Gradients of keys and decoding add up integers; a NaN in a query makes all dk and dv of its document and KV head
+    NaN. What can't is refused."""
 
     def __post_init__(self):
         for name, choices in CHOICES.items():
