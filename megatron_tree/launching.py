@@ -184,6 +184,19 @@ def _words(name: str, value: object, what: str) -> list[str]:
     return [f"--{name}", *map(str, values)] if isinstance(value, list) else [f"--{name}={value}"]
 
 
+class StartError(ValueError):
+    """What was asked for can't be run; the text says why. Raised on every rank."""
+
+
+@contextlib.contextmanager
+def start_errors():
+    """A ``ValueError`` becomes a `StartError`."""
+    try:
+        yield
+    except ValueError as error:
+        raise StartError(str(error)) from error
+
+
 def run_script(
     name: str,
     argv: list[str],
@@ -196,7 +209,8 @@ def run_script(
     """Run a launch script on one rank: read the options, run it, and return the exit status.
 
     load() does the slow imports, after the options have been checked. It returns `run(args)`, and the errors that `run`
-    raises on every rank: of these only rank 0 prints the text. choices: log which backend and schedule are chosen.
+    raises on every rank, beside `StartError`: of these only rank 0 prints the text. choices: log which backend and
+    schedule are chosen.
     """
     rank = 0
     try:
@@ -220,7 +234,7 @@ def run_script(
             print(f"{name}: stopped by Ctrl-C", file=sys.stderr)
         leave(130)
     except BaseException as error:
-        if not isinstance(error, expected):
+        if not isinstance(error, (*expected, StartError)):
             if rank > 0 and isinstance(error, TreeError) and not isinstance(error, CommError):
                 time.sleep(RANK_0_FIRST_S)  # all ranks raise it, or the others what rank 0 has told them
             exit_after_failure(rank, error)

@@ -16,9 +16,8 @@ def generate(argv: list[str]) -> int:
 
     def load():
         from .generate import BatchError, CheckError, run
-        from .start import StartError
 
-        return run, (BatchError, CheckError, StartError)
+        return run, (BatchError, CheckError)
 
     check = _of_launched("generate", check_arguments)
     return run_script("megatron-tree generate", argv, build_parser, check, load)
@@ -30,9 +29,8 @@ def chat(argv: list[str]) -> int:
 
     def load():
         from .chat import NoInput, run
-        from .start import StartError
 
-        return run, (NoInput, StartError)
+        return run, (NoInput,)
 
     check = _of_launched("chat", check_chat_arguments)
     return run_script("megatron-tree chat", argv, build_chat_parser, check, load, choices=False)
@@ -45,9 +43,8 @@ def serve(argv: list[str]) -> int:
     def load():
         from .http.ranks import RanksError
         from .http.server import run, run_apart
-        from .start import StartError
 
-        return lambda args: run_apart(args, argv) if args.starts_ranks else run(args), (RanksError, StartError)
+        return lambda args: run_apart(args, argv) if args.starts_ranks else run(args), (RanksError,)
 
     check = _of_launched("serve", check_arguments)
     return run_script("megatron-tree serve", argv, build_parser, check, load)

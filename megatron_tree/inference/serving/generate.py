@@ -22,14 +22,14 @@ from ...core.comm.wire import share, share_all
 from ...core.files import whole_file
 from ...integrations.transformers import models
 from ...integrations.transformers.infer.generation import check_length
-from ...launching import hold_log
+from ...launching import hold_log, start_errors
 from ..generation.conversation import Answer
 from ..generation.speculation import SpeculationCounts
 from .arguments import sampling_params
 from .batch import BatchOptions, run_batch
 from .images import ImageFile, ImagePrompts
 from .messages import chat_text
-from .start import WAIT_HOURS, StartError, Worker, start
+from .start import WAIT_HOURS, Worker, start
 
 LOG_INTERVAL_S = 10.0  # between lines of progress in a log file
 
@@ -62,10 +62,8 @@ def _run_file(args: Namespace, ready: Worker) -> None:
     about |= {"sp_size": engine.sp_size, "tp_size": engine.tp_size, "prefill_chunk": args.prefill_chunk}
     options = BatchOptions(input=args.prompts, output=args.output, sampling=sampling_params(args), about=about)
     begun = time.perf_counter()
-    try:
+    with start_errors():  # they come before anything runs
         result = run_batch(scheduler, ready.tokenizer, options)
-    except ValueError as error:  # before anything runs
-        raise StartError(str(error)) from error
     if ready.rank == 0:
         print(
             f"{args.output}: {result.finished} answered in {time.perf_counter() - begun:.1f} s, {result.skipped} were "

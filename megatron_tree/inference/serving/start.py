@@ -21,17 +21,13 @@ from ...core.config import default_config
 from ...integrations.transformers import models
 from ...integrations.transformers.architectures import check_cached
 from ...integrations.transformers.infer.engine import replay_steps, share_model
-from ...launching import together
+from ...launching import start_errors, together
 from ..generation.conversation import Conversation
 from ..generation.scheduler import Scheduler
 from ..generation.speculation import NO_SPECULATION, Speculation
 
 WAIT_HOURS = 24  # ranks wait for the plain model, or for a user
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class StartError(ValueError):
-    """What was asked for can't be run; the text says why."""
 
 
 class Worker(NamedTuple):
@@ -81,19 +77,13 @@ def _served_chunk(device: torch.device, ranks: int) -> int:
     return ranks * (128 if device.type == "cpu" else 1024)
 
 
+@start_errors()
 def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Worker:
     """Start this rank; collective over all ranks.
 
     prepare(tokenizer, config) is called on every rank before the weights are loaded; it may raise ValueError.
     Raises: `StartError` for options, prompts and models that can't be run.
     """
-    try:
-        return _start(args, prepare)
-    except ValueError as error:
-        raise StartError(str(error)) from error
-
-
-def _start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Worker:
     tree_config = replace(default_config(), timeout_s=60 * args.distributed_timeout_minutes)
     device = start_on_own_device(tree_config.timeout_s)
     rank, world = dist.get_rank(), dist.get_world_size()

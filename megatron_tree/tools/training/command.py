@@ -14,8 +14,8 @@ def train(argv: list[str]) -> int:
         check_arguments(complete(args), world_size)
 
     def load():
-        from .loop import LossTooHigh, StartError, run
+        from .loop import LossTooHigh, run
 
-        return run, (LossTooHigh, StartError)
+        return run, (LossTooHigh,)
 
     return run_script("megatron-tree train", argv, build_parser, check, load)

@@ -24,7 +24,7 @@ from ...core.comm.wire import share_all
 from ...integrations import megatron as tree
 from ...integrations.megatron.compat import batch_on_this_cp_rank
 from ...integrations.megatron.cpu import megatron_on_cpu
-from ...launching import together
+from ...launching import start_errors, together
 from .checkpoint import load_checkpoint, on_first_rank, save_checkpoint
 from .data import PackedText, load_text, microbatch_indices
 from .model import Trainee, build_trainee, start_model_parallel
@@ -49,19 +49,6 @@ class RunOutcome(NamedTuple):
 
 class LossTooHigh(Exception):
     """The final loss misses --assert-below-unigram; raised on every rank."""
-
-
-class StartError(ValueError):
-    """The data or the checkpoint can't be trained with these options; the text says why. Raised on every rank."""
-
-
-@contextlib.contextmanager
-def start_errors() -> Iterator[None]:
-    """A ``ValueError`` becomes a `StartError`."""
-    try:
-        yield
-    except ValueError as error:
-        raise StartError(str(error)) from error
 
 
 @contextlib.contextmanager

@@ -27,13 +27,13 @@ from ....core.log import Seldom, logger
 from ....integrations.transformers import models
 from ....integrations.transformers.families.rope import num_positions
 from ....integrations.transformers.infer.runner import Runner
-from ....launching import leave
+from ....launching import StartError, leave
 from ...generation.grammars import Grammars
 from ...generation.requests import Request
 from ...generation.sampling import SamplingParams
 from ...generation.scheduler import Scheduler
 from ..images import ImagePrompts
-from ..start import StartError, Worker, start
+from ..start import Worker, start
 from .app import Service, create_app
 from .arguments import LINK
 from .frontend import Frontend
