@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_tree import prefix_tree, unshard_sequence
 from megatron_tree.integrations import megatron as tree_mcore
-from support.megatron_dsa import DSA, build_dsa, build_weighted, run_dsa, with_options
+from support.megatron_dsa import DSA, build_dsa, build_weighted, hadamard_in_torch, logged_losses, run_dsa, with_options
 from support.megatron_hybrid import build_hybrid, mixers_in_torch
 from support.megatron_models import Case, build_model, check, gradients_over_cp, megatron, mtp_losses, reference_of
 from support.prefix_trees import grown
@@ -117,6 +117,18 @@ def test_a_rank_without_labels():
         losses.sum().backward()
         assert len(further) == 2 and not torch.stack(further).any()
         assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+@on_ranks(1)
+def test_rows_of_one_token():
+    """They predict nothing, so an indexer learns nothing from them."""
+    with megatron(tp=1, pp=1, cp=1), hadamard_in_torch() as dsa:
+        batch, packed = tree_mcore.dispatch_batch({"prefix_tree": prefix_tree([[1], [2]])})
+        model = tree_mcore.use_dispatched_documents(build_dsa(Rows(cp=1, tree=True, batch=1, mla=True, extra=DSA)))
+        losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=packed)
+        (losses * batch["loss_mask"]).sum().backward()
+        assert not logged_losses(dsa).any()
+        assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
 def _in_torch(run, case):

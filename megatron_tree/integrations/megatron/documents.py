@@ -48,7 +48,7 @@ class TreePackedSeqParams(PackedSeqParams):
     times: Tensor | None = field(default=None, repr=False)
     """fp32 [1, rows of this rank]: how many rows of the tree have each token, and one after it, which they predict."""
     num_tokens: int = 0
-    """Such tokens of all rows."""
+    """Such tokens of all rows, 1 at least."""
     positions: Tensor | None = field(default=None, repr=False)
     """int64 [rows of this rank]: positions for the rotary embedding; None: those in the whole sequence."""
     embedded: bool = False
@@ -200,7 +200,7 @@ def _dispatch_tree(
     tensors = dict(tokens=tree.input_ids, labels=labels, loss_mask=tree.weights, position_ids=tree.position_ids)
     share = {name: shard_sequence(x, group, 1, layout) for name, x in tensors.items()}
     packed = TreePackedSeqParams.of(layout, share["position_ids"][0], labels.device, group)
-    packed.prefix_tree, packed.num_tokens = tree, int(followed.sum())
+    packed.prefix_tree, packed.num_tokens = tree, max(1, int(followed.sum()))
     packed.times = shard_sequence(tree.sum_of_rows(followed.float()), group, 1, layout)
     return {**{name: x for name, x in batch.items() if name != "prefix_tree"}, **share}, packed
 
