@@ -110,7 +110,7 @@ class Fleet:
             assert book.loads == books[0].loads
             assert (book.held, book.most) == (books[0].held, books[0].most)
             for numbers, held, most in zip(book.numbers, book.held, book.most, strict=True):
-                assert numbers.used <= held[rank] and numbers.capacity <= most
+                assert numbers.used <= held[rank] <= book.loads[rank] and numbers.capacity <= most
             held = [(row.pages[0][i], row.length - at * self.page_size) for row in book.rows.values()
                     for i, at in enumerate(row.indices[0])]  # fmt: skip
             full = {page for page, tokens in held if tokens >= self.page_size}

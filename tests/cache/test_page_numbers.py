@@ -101,3 +101,24 @@ def test_new_pages_go_where_there_is_most_room(world):
         book.remove(row)
     assert book.loads == [0] * world
     assert book.numbers[0].used == 0
+
+
+def test_pages_that_rows_share_count_once_in_windows():
+    """Not once for each row, by which the layers' memory grows."""
+    book = RowBook(0, 1, 4, windows=(None, 8))
+    rows = [book.add()]
+    book.append(rows, 40)
+    book.share(rows[0], range(10))
+    for _ in range(20):
+        rows.append(book.add())
+        book.begin(rows[-1], range(10))
+    book.append(rows[1:], 8)
+    assert book.held == [[50], [50]] and book.most == [50, 50] == [numbers.used for numbers in book.numbers]
+    fork = book.fork(rows[1])
+    assert book.held == [[50], [50]]
+    book.crop(fork, 46)
+    assert book.held == [[51], [51]], "it will write to its last page"
+    for row in (*rows, fork):
+        book.remove(row)
+    book.evict(10)
+    assert book.held == [[0], [0]]

@@ -289,6 +289,8 @@ class RowPage:
     """Rows that have it, and `Prefixes`."""
     prefix: int | None = None
     """Its number there."""
+    in_windows: dict[int, int] = field(default_factory=dict)
+    """By kind of layer with a window: those of its holders that have it there still."""
 
 
 @dataclass

@@ -114,7 +114,7 @@ class RowBook:
         self.numbers = [PageNumbers() for _ in windows]
         self.loads = [0] * world
         self.held = [self.loads if window is None else [0] * world for window in windows]
-        """By kind and rank: pages at most; what rows share counts once, in layers with a window once for each."""
+        """By kind and rank: pages at most; what rows share counts once."""
         self.most = [0] * len(windows)
         """By kind: of any rank, so far."""
         self.rows: dict[int, Row] = Rows()
@@ -179,16 +179,21 @@ class RowBook:
                 for kind, numbers in enumerate(self.numbers):
                     row.indices[kind].append(len(row.parts))
                     row.pages[kind].append(numbers.take())
-            for kind in self._windowed:
-                self.held[kind][rank] += 1
             row.parts.append(RowPage(rank))
+            self._hold_windows(row, len(row.parts) - 1)
         self.most = [max(most, *held) for most, held in zip(self.most, self.held, strict=True)]
 
-    def _hold_windows(self, row: Row, first: int = 0, pages: int = 1) -> None:
-        """Count the row's pages from the first-th on that its windows have not left yet; pages=-1: no longer."""
+    def _hold_windows(self, row: Row, first: int = 0, holders: int = 1) -> None:
+        """Count the row's pages from the first-th on that its windows have not left yet; holders=-1: no longer."""
         for kind in self._windowed:
             for page in row.parts[max(first, row.forgotten[kind] // self.page_size) :]:
-                self.held[kind][page.rank] += pages
+                self._hold_window(kind, page, holders)
+
+    def _hold_window(self, kind: int, page: RowPage, holders: int) -> None:
+        before = page.in_windows.get(kind, 0)
+        page.in_windows[kind] = after = before + holders
+        if not (before and after):
+            self.held[kind][page.rank] += holders
 
     def _count(self, row: Row) -> None:
         """Set how many of a row's tokens this rank holds: whole pages, and its part of the last one."""
@@ -251,7 +256,7 @@ class RowBook:
             first, beyond = row.forgotten[kind], row.length - self.windows[kind] + 1
             row.forgotten[kind] = max(first, beyond)
             for page in row.parts[first // self.page_size : row.forgotten[kind] // self.page_size]:
-                self.held[kind][page.rank] -= 1
+                self._hold_window(kind, page, -1)
             indices, pages = row.indices[kind], row.pages[kind]
             gone = 0
             while gone < len(indices) and (indices[gone] + 1) * self.page_size <= row.forgotten[kind]:
@@ -304,8 +309,10 @@ class RowBook:
         for runs in row.runs:
             runs.cut(keep)
         if length % self.page_size and row.parts[-1].holders > 1:
+            self._hold_windows(row, keep - 1, -1)
             self._release(row.parts[-1])
             row.parts[-1] = self._new_page(row.parts[-1].rank)
+            self._hold_windows(row, keep - 1)
         for kind, numbers in enumerate(self.numbers):
             indices, pages = row.indices[kind], row.pages[kind]
             while indices and indices[-1] >= keep:
@@ -421,9 +428,10 @@ class RowBook:
             self._hold_prefix(entry, -1)
             self._release(entry.page)
 
-    def _hold_prefix(self, entry: PrefixPage, pages: int = 1) -> None:
+    def _hold_prefix(self, entry: PrefixPage, holders: int = 1) -> None:
         for kind in self._windowed:
-            self.held[kind][entry.page.rank] += pages * entry.is_whole[kind]
+            if entry.is_whole[kind]:
+                self._hold_window(kind, entry.page, holders)
 
     def _hold(self, page: RowPage) -> None:
         page.holders += 1
