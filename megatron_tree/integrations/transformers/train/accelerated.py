@@ -109,6 +109,8 @@ def repeats_only(accelerator: Accelerator) -> bool:
 class OfSequenceGroups:
     """What `count_sequence_groups` makes of an `Accelerator`."""
 
+    plain: type[Accelerator]
+
     @property
     def num_processes(self) -> int:
         return self.sequence_parallel.dp_size
@@ -138,8 +140,19 @@ def count_sequence_groups(accelerator: Accelerator, parallel: SequenceParallel) 
     """Make an accelerator take a sequence group for a process: in `num_processes`, `process_index` and the loaders that
     it prepares; and gather and reduce what the first rank of each group has, since the others have the same rows."""
     plain = type(accelerator)
-    accelerator.__class__ = type(plain.__name__, (OfSequenceGroups, plain), {})
+    accelerator.__class__ = type(plain.__name__, (OfSequenceGroups, plain), {"plain": plain})
     accelerator.sequence_parallel = parallel
+
+
+@contextlib.contextmanager
+def counts_processes(accelerator: Accelerator) -> Iterator[None]:
+    """While in this context an accelerator of `count_sequence_groups` counts processes, as before: process 0 writes
+    FSDP's whole weights, where all ranks of the first sequence group would, all but one of them without weights."""
+    counted, accelerator.__class__ = type(accelerator), accelerator.plain
+    try:
+        yield
+    finally:
+        accelerator.__class__ = counted
 
 
 @contextlib.contextmanager
