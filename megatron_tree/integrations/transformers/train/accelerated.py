@@ -25,6 +25,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import PartialState
 from accelerate.utils import operations
 from torch.utils.data import DataLoader
 
@@ -122,6 +123,9 @@ class OfSequenceGroups:
     def prepare_data_loader(self, data_loader: DataLoader, *_, **__) -> DataLoader:
         return prepare_data_loader(data_loader, self, self.sequence_parallel)
 
+    def split_between_processes(self, inputs, apply_padding: bool = False):
+        return PartialState.split_between_processes(self, inputs, apply_padding)  # which counts as this accelerator
+
     def gather(self, tensor):
         with gathers_once(self.sequence_parallel, accelerate.accelerator):
             return super().gather(tensor)
@@ -146,8 +150,9 @@ def count_sequence_groups(accelerator: Accelerator, parallel: SequenceParallel) 
 
 @contextlib.contextmanager
 def counts_processes(accelerator: Accelerator) -> Iterator[None]:
-    """While in this context an accelerator of `count_sequence_groups` counts processes, as before: process 0 writes
-    FSDP's whole weights, where all ranks of the first sequence group would, all but one of them without weights."""
+    """While in this context an accelerator of `count_sequence_groups` counts processes, as before. Process 0
+    writes FSDP's whole weights: all ranks of the first sequence group would, of which all but one have none. And it
+    sends them to the others, if there are several processes: of one sequence group it would not."""
     counted, accelerator.__class__ = type(accelerator), accelerator.plain
     try:
         yield
