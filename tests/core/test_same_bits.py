@@ -62,8 +62,10 @@ class Problem:
         tokens, (d, d_v) = sum(self.lengths), self.dims
         tensors = make_inputs(tokens, self.heads, batch=self.batch, d=d, d_v=d_v, dtype=self.dtype, seed=self.seed)
         g = torch.Generator().manual_seed(self.seed)
-        wide = torch.promote_types(self.dtype, torch.float32)
-        return *tensors, torch.randn(self.batch, self.heads[0], tokens, generator=g, dtype=torch.float64).to(wide)
+        dlse = torch.randn(self.batch, self.heads[0], tokens, generator=g, dtype=torch.float64)
+        if max(self.lengths) == 1:  # dq and dk come from dlse alone: else they might be less than dout.v is rounded by
+            dlse += max(self.dims) ** 0.5
+        return *tensors, dlse.to(torch.promote_types(self.dtype, torch.float32))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,7 +30,11 @@ from .checks import accused, judge
 from .soak import Incarnation, Soak
 from .work import Generation, Training
 
-PRELOADED = ("training.loop", "integrations.megatron", "serving.generate")  # so forked ranks start fast
+PRELOADED = (  # so forked ranks start fast
+    "megatron_tree.tools.training.loop",
+    "megatron_tree.integrations.megatron",
+    "megatron_tree.inference.serving.generate",
+)
 EXAMPLES = """\
 examples:
   python -m tests.soak                                      what docs/reliability.md shows
@@ -86,7 +90,7 @@ def _soak(args: argparse.Namespace, home: pathlib.Path) -> Soak:
     torch.manual_seed(args.seed)
     with warnings.catch_warnings(action="ignore"):  # Megatron-core finds no Apex
         for name in PRELOADED:
-            importlib.import_module(f"megatron_tree.{name}")
+            importlib.import_module(name)
     nodes, ranks_per_node = args.nodes
     common = dict(ranks=nodes * ranks_per_node, limit_s=args.time_limit, seed=args.seed)
     works = [Training(home, total=args.steps, **common), Generation(home, total=args.requests, **common)]

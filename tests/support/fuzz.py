@@ -28,6 +28,7 @@ CALLS = {"fast": 120, "slow": int(os.environ.get("TREE_FUZZ_CALLS", "2000"))}
 SESSION = 8  # calls of a session, at most
 MEAN_SESSION = 3  # about what hypothesis draws of them, after
 FIRST = 4  # small sessions to begin with
+ROUNDS = 3  # at most: hypothesis varies what it has drawn, and may have stayed with short sessions
 TIMEOUT_S = 60.0  # of a collective: a hang becomes a CommError; a busy machine does not
 EPSILON = {torch.float32: 2**-24, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 DTYPES = st.sampled_from([torch.float64] * 7 + [torch.float32, torch.bfloat16, torch.float16])
@@ -39,19 +40,21 @@ def attack(run, check, world, drawn_from, calls, shrink=True, mean_session=MEAN_
     run(rank, world, call) runs on every rank; check(call, results by rank) judges here.
     """
     count = 0
-    limits = dict(max_examples=FIRST + int(calls / mean_session), deadline=None, database=None, print_blob=True)
+    limits = dict(deadline=None, database=None, print_blob=True)
     phases = [Phase.generate, *([Phase.shrink] if shrink else [])]
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
-    @hypothesis.seed(SEED)
-    @hypothesis.settings(**limits, phases=phases, suppress_health_check=checks)
-    @hypothesis.given(sessions(world, drawn_from))
     def session(drawn):
         nonlocal count
         count += len(drawn[1])
         run_session(run, check, *drawn)
 
-    session()
+    drawing = hypothesis.given(sessions(world, drawn_from))
+    for seed in range(SEED, SEED + ROUNDS):
+        if count < calls:
+            limits["max_examples"] = FIRST + int((calls - count) / mean_session)
+            settings = hypothesis.settings(**limits, phases=phases, suppress_health_check=checks)
+            hypothesis.seed(seed)(settings(drawing(session)))()
     print(f"{count} calls on {world} ranks, TREE_FUZZ_SEED={SEED}")
     assert count >= calls, f"only {count} calls"
 

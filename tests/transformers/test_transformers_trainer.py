@@ -120,7 +120,16 @@ def _resumed(rank, world, folder, sp_size, fsdp, resume, want):
 
     saving = {} if resume else {"save_strategy": "steps", "save_steps": 2}
     options = {"resume": str(folder / "checkpoint-2") if resume else None, "sp_size": sp_size, "fsdp": fsdp}
-    found, weights = _train(Trainer, folder, "padded", 2 * sp_size // world, args=saving, **options)
+    save, written = torch.save, set()
+
+    def note_and_save(x, file, *values, **named):
+        written.add(os.path.basename(str(file)))
+        save(x, file, *values, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "save", note_and_save)
+        found, weights = _train(Trainer, folder, "padded", 2 * sp_size // world, args=saving, **options)
+    assert rank == 0 or not written & {"pytorch_model_fsdp.bin", "optimizer.bin"}, written  # one process writes each
     _compare(found, weights, *want["padded", False])
 
 

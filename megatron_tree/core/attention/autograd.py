@@ -209,13 +209,14 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: PlannedAttention
 ) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of this rank's shard, differentiable. lse may be None unless the call returns it."""
-    again, with_lse = call.goes_backward, call.return_lse
-    if again or not call.tangents:
-        replaced = (q, k, v) if again and call.plan.forward.ulysses_size > 1 and not call.transformed else ()
-        return TreeAttention.apply(q, k, v, sinks, call, with_lse, *map(Placeholder.apply, replaced))[:2]
+    if call.goes_backward or not call.tangents:
+        exchanges = call.goes_backward and call.plan.forward.ulysses_size > 1
+        placeholders = map(Placeholder.apply, (q, k, v) if exchanges and not call.transformed else ())
+        return TreeAttention.apply(q, k, v, sinks, call, call.return_lse, *placeholders)[:2]
     # Nothing differentiates these inputs at this level again, so one pass gives out and its tangent.
     inputs, tangents = zip(*((x, None) if x is None else forward_ad.unpack_dual(x) for x in (q, k, v, sinks)))
-    out, lse, outt, lset, *_ = Tangent.apply(*inputs, *with_zeros(tangents, inputs), Derivatives(call, with_lse, None))
+    derivatives = Derivatives(call, call.return_lse, None)
+    out, lse, outt, lset, *_ = Tangent.apply(*inputs, *with_zeros(tangents, inputs), derivatives)
     return forward_ad.make_dual(out, outt), forward_ad.make_dual(lse, lset)
 
 

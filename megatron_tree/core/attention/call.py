@@ -211,7 +211,7 @@ class PlannedAttention(AttentionCall):
             def run(plan: TrainingPlan, watch: Stopwatch) -> None:
                 rehearse(replace(planned, plan=plan), watch)
 
-            plan, is_final = tuned_plan(ranks, kind, planned.plan_on, topology, run, again=call.goes_backward)
+            plan, is_final = tuned_plan(ranks, kind, planned.plan_on, topology, run, backward=call.goes_backward)
         if call.queries.world > 1 and ranks.rank == 0:
             h, h_kv, d, _ = call.shape
             over = f"{call.queries.world} ranks ({h} heads, {h_kv} KV heads, head_dim {d})"

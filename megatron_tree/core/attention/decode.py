@@ -182,8 +182,8 @@ class DecodeStep:
 def _key(q: Tensor, cache: KVCache, options: DecodeOptions, sinks, projection) -> tuple[tuple, tuple]:
     """What a call's checks and plan depend on, and the tensors that it names by identity, to be kept with it."""
     ranks, scale, window_size, softcap, slopes, head_shares, schedule = options
-    k, v, k_scale, v_scale, selected = *cache[:4], cache.selected
-    tensors = (*cache[5:10], ranks, slopes)
+    k, v, k_scale, v_scale, head_dim_v, *seen, selected = cache  # seen: which slots queries see
+    tensors = (*seen, ranks, slopes)
     key = (
         LIKENESS(q),
         LIKENESS(k),
@@ -194,7 +194,7 @@ def _key(q: Tensor, cache: KVCache, options: DecodeOptions, sinks, projection) -
         None if projection is None else LIKENESS(projection),
         # each layer has its own, which may be of another length
         None if selected is None else (selected.shape[:2], selected.dtype, selected.device),
-        *(cache.head_dim_v, scale, tuple(window_size), softcap, schedule),
+        *(head_dim_v, scale, tuple(window_size), softcap, schedule),
         None if head_shares is None else tuple(head_shares),
         *map(id, tensors),
     )

@@ -92,7 +92,7 @@ class IntegersBackward(_Backward):
             self.arriving.append(queries.start_gather(pack_statistics(lse, self.delta, wire=q.dtype)))
 
     def receive(self) -> None:
-        (*self.arrived,), self.arriving = (x.wait() for x in self.arriving), None
+        self.arrived, self.arriving = [x.wait() for x in self.arriving], None
 
     def attend(self) -> None:
         cell, (q, *_, lse), ((k, v), largest, *bits) = self.cell, self.residuals, self.arrived

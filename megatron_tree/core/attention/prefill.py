@@ -194,13 +194,13 @@ class PrefillCall:
         """The state of this rank's queries over the whole cache, without sinks."""
         (query_team, key_team, n), (k, v) = self._planned(cache, ranks, chunk), cache[:2]
         queries, spec = chunk.queries(query_team, self.spec)
-        cell = dict(queries=queries, keys=chunk.keys(key_team), backend=backend)
-        cell["wire"] = wire_dtype(self.dtype, self.config)
-        cell["selected"] = None if selected is None else SelectedKeys(selected, queries)
+        wire, keys = wire_dtype(self.dtype, self.config), chunk.keys(key_team)
+        own = None if selected is None else SelectedKeys(selected, queries)
+        parts = dict(queries=queries, keys=keys, backend=backend, wire=wire, selected=own)
         if v is None:  # latents travel once
-            cell, kv = LatentCell(**cell, expand=expand, head_dim_v=self.head_dim_v), (k,)
+            cell, kv = LatentCell(**parts, expand=expand, head_dim_v=self.head_dim_v), (k,)
         else:
-            cell, kv = Cell(**cell), (k, v)
+            cell, kv = Cell(**parts), (k, v)
         chunks = [HeadChunk.all(spec)] if n == 1 else head_chunks(q.shape[2], k.shape[2], n, spec)
         chunks = [CellForward(cell, head_chunk, q, kv) for head_chunk in chunks]
         run_stages(chunks, streams=comm.on_streams(q.device))

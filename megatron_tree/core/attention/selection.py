@@ -267,9 +267,10 @@ def selected_tokens(blocks: Tensor, queries: Sequence[Segment], size: int, tree:
     after = tokens_after_blocks(own, size)
     if tree and size > 1:
         starts, of_blocks = (_starts(runs) for runs in (tree, tree_of_blocks(tree, size)))
-        more = [torch.full((run.length // size,), a - size * n) for run, a, n in zip(tree, starts, of_blocks)]
-        more = torch.cat(more).to(blocks.device)[blocks].repeat_interleave(size, -1)
-        tokens = torch.where(tokens < 0, -1, tokens + more)
+        # of each block: the tokens before it in the packed row that are in no complete block
+        skipped = [torch.full((run.length // size,), a - size * n) for run, a, n in zip(tree, starts, of_blocks)]
+        skipped = torch.cat(skipped).to(blocks.device)[blocks].repeat_interleave(size, -1)
+        tokens = torch.where(tokens < 0, -1, tokens + skipped)
         in_packed = [s._replace(pos=starts[s.seq] + s.pos - tree[s.seq].depth) for s in queries]
         shift = positions_of_rows(in_packed, len(own), device=own.device) - own
         after = torch.where(after < 0, -1, after + shift[:, None])
@@ -297,8 +298,9 @@ class KeysInOrder:
         self._rows = rows.transpose(0, 1)[:, self.source]
         parts = [torch.arange(s.pos, s.pos + s.length, device=rows.device) for s in order]
         self._numbers = torch.cat(parts) if parts else torch.arange(0, device=rows.device)
+        """Of each key within its document: a token's position, or which block it is."""
         self._documents: dict[int, tuple[int, int]] = {}
-        """First row and rows."""
+        """By number of a document: its first key in this order, and how many it has."""
         self.size, self.tree, first = size, tree, 0
         of_blocks = tree_of_blocks(tree, size)
         self._shifts = [start - run.depth for start, run in zip(_starts(of_blocks), of_blocks)]
@@ -377,8 +379,7 @@ def check_index(q: Tensor, weights: Tensor, k: Tensor, topk: int, scale: float, 
     for name, x, shape in (("index_weights", weights, q.shape[:3]), ("index_k", k, (len(q), num_keys, q.shape[3]))):
         if not isinstance(x, Tensor) or tuple(x.shape) != tuple(shape) or x.device != q.device:
             raise ValueError(f"{name} must be {list(shape)} on {q.device} to match index_q, got {describe(x)}")
-    if topk is None or check_positive("topk", topk) is None:
-        raise ValueError("topk must be a positive integer, got None")
+    _checked_counts(topk, None)
     check_scale("softmax_scale", scale)
 
 

@@ -70,13 +70,13 @@ def tuned_plan(
     topology: Topology,
     run: Run,
     *,
-    again: bool = False,
+    backward: bool = False,
 ) -> tuple[Plan, bool]:
     """The plan of a call of this kind, the same on all ranks, which have agreed on everything but run; and whether it
     is the plan of all later calls. Collective.
 
     plan_on: the planner's plan, of a topology. run: runs the passes of such a call once by a plan, a collective of its
-        own. again: the call goes backward.
+        own. backward: whether that has a backward, too.
     """
     state = ranks.state
     if (plan := state.tuned.get(kind)) is not None:
@@ -84,11 +84,11 @@ def tuned_plan(
     first = plan_on(topology=topology)
     if len(state.tuned) >= KINDS_MEASURED:
         return first, True
-    if not (again or _is_repeated(state, kind)):
+    if not (backward or _is_repeated(state, kind)):
         return first, False
     candidates = (first,)
     if not (ranks.device_type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        candidates = alternatives(plan_on, topology, backward=again)
+        candidates = alternatives(plan_on, topology, backward=backward)
     plan = first if len(candidates) == 1 else _fastest(candidates, run, ranks)
     state.tuned[kind] = plan
     return plan, True

@@ -79,7 +79,7 @@ def _measure(ranks: Ranks) -> Links:
     kinds = [inside, across[:1]]
     rings = _Rings(ranks)
     rings.slowest([])  # all are here, and NCCL has its communicator
-    small = rings.slowest([rings.shift(x, SMALL, SEVERAL) for x in kinds])
+    small = rings.slowest([rings.shift(x, SMALL, SEVERAL) for x in kinds])  # seconds inside a host, and between hosts
     probes = rings.slowest([rings.shift(x, PROBE, FEW) for x in kinds])
     sizes = [_long(_rate(PROBE, *seconds), seconds[1], rings.device) for seconds in zip(probes, small)]
     if across[1:]:  # all ranks of a host at once, for its port

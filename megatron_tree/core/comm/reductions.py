@@ -412,9 +412,9 @@ def kth_largest(lists: Tensor, k: int, bits: int, ranks: Ranks) -> Tensor:
     next `bits` bits of the score; by those of the position, too, if more entries than fit have the k-th score.
     """
     exists, ordered = lists != NO_ENTRY, lists ^ NO_ENTRY  # now in the order of unsigned integers
-    found = ordered.new_zeros(len(lists))
-    missing = torch.full_like(found, k)
-    few = torch.zeros_like(found, dtype=torch.bool)
+    found = ordered.new_zeros(len(lists))  # the threshold's digits so far, the others 0
+    missing = torch.full_like(found, k)  # of the k largest: those that begin with these digits
+    few = torch.zeros_like(found, dtype=torch.bool)  # rows of fewer than k entries
     for top in (64, 32):  # bits of the score, then of the position
         for low, high in _digits(top, bits):
             digit = (ordered >> low) & ((1 << high - low) - 1)

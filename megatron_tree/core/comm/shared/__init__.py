@@ -97,7 +97,6 @@ def join(ranks: Ranks) -> SharedMemory | str:
     """The memory of a group, or why there is none: the same on all ranks. Collective."""
     if len(set(ranks.hosts)) > 1:
         return "its ranks are on several hosts"
-
     memory = None
 
     def make() -> str | None:
@@ -109,7 +108,7 @@ def join(ranks: Ranks) -> SharedMemory | str:
             return memory.address
         return None
 
-    def join() -> None:
+    def enter() -> None:
         nonlocal memory
         if ranks.rank:
             memory = SharedMemory.join(address, ranks.size, ranks.rank)
@@ -117,7 +116,7 @@ def join(ranks: Ranks) -> SharedMemory | str:
 
     try:
         address = unanimous(ranks, "shared memory: made", make)[0]
-        unanimous(ranks, "shared memory: joined", join)
+        unanimous(ranks, "shared memory: joined", enter)
         unanimous(ranks, "shared memory: checked", lambda: memory.check())
     except Refused as refused:
         say_once(f"small collectives of ranks {list(ranks.state.ranks)} are messages, not shared memory: {refused}")

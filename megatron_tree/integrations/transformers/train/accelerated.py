@@ -25,6 +25,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import PartialState
 from accelerate.utils import operations
 from torch.utils.data import DataLoader
 
@@ -109,6 +110,8 @@ def repeats_only(accelerator: Accelerator) -> bool:
 class OfSequenceGroups:
     """What `count_sequence_groups` makes of an `Accelerator`."""
 
+    plain: type[Accelerator]
+
     @property
     def num_processes(self) -> int:
         return self.sequence_parallel.dp_size
@@ -119,6 +122,9 @@ class OfSequenceGroups:
 
     def prepare_data_loader(self, data_loader: DataLoader, *_, **__) -> DataLoader:
         return prepare_data_loader(data_loader, self, self.sequence_parallel)
+
+    def split_between_processes(self, inputs, apply_padding: bool = False):
+        return PartialState.split_between_processes(self, inputs, apply_padding)  # which counts as this accelerator
 
     def gather(self, tensor):
         with gathers_once(self.sequence_parallel, accelerate.accelerator):
@@ -138,8 +144,20 @@ def count_sequence_groups(accelerator: Accelerator, parallel: SequenceParallel) 
     """Make an accelerator take a sequence group for a process: in `num_processes`, `process_index` and the loaders that
     it prepares; and gather and reduce what the first rank of each group has, since the others have the same rows."""
     plain = type(accelerator)
-    accelerator.__class__ = type(plain.__name__, (OfSequenceGroups, plain), {})
+    accelerator.__class__ = type(plain.__name__, (OfSequenceGroups, plain), {"plain": plain})
     accelerator.sequence_parallel = parallel
+
+
+@contextlib.contextmanager
+def counts_processes(accelerator: Accelerator) -> Iterator[None]:
+    """While in this context an accelerator of `count_sequence_groups` counts processes, as before. Process 0
+    writes FSDP's whole weights: all ranks of the first sequence group would, of which all but one have none. And it
+    sends them to the others, if there are several processes: of one sequence group it would not."""
+    counted, accelerator.__class__ = type(accelerator), accelerator.plain
+    try:
+        yield
+    finally:
+        accelerator.__class__ = counted
 
 
 @contextlib.contextmanager

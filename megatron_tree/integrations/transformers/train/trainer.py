@@ -32,6 +32,7 @@ from ....core.config import TreeConfig
 from . import trl
 from .accelerated import (
     count_sequence_groups,
+    counts_processes,
     drop_repeated,
     gathers_once,
     launched_with,
@@ -156,6 +157,23 @@ class SequenceParallelMixin:
             self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         with gathers_once(self.sequence_parallel, *trl.modules()):  # TRL's callbacks
             return super().train(*values, **options)
+
+    def _save_optimizer_and_scheduler(self, *values):
+        """As Transformers', with FSDP the weights, too; and so are the next three."""
+        with counts_processes(self.accelerator):
+            super()._save_optimizer_and_scheduler(*values)
+
+    def _load_optimizer_and_scheduler(self, *values):
+        with counts_processes(self.accelerator):
+            super()._load_optimizer_and_scheduler(*values)
+
+    def _load_from_checkpoint(self, *values, **options):
+        with counts_processes(self.accelerator):
+            super()._load_from_checkpoint(*values, **options)
+
+    def _load_best_model(self):
+        with counts_processes(self.accelerator):
+            super()._load_best_model()
 
     def get_total_train_batch_size(self, args) -> int:
         """Sequences of a step."""
