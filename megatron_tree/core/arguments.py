@@ -29,11 +29,12 @@ _KINDS = {bool: "True or False", int: "an integer", float: "a number", str: "a s
 
 _ELSEWHERE = {
     "attn_mask": "ranges",
+    "max_completion_tokens": "max_tokens",
     "scale": "softmax_scale",
     "sliding_window": "window_size",
     "--prompt": "--prompt-file",
 }
-"""Names of torch and Transformers for what has another one here, and an option that one expects."""
+"""Names of torch, Transformers and OpenAI's chat for what has another one, and an option that one expects."""
 _FORMS = {"window_size": "(left, right), for instance (255, 0)"}
 """By the name of an argument: what a sequence holds."""
 

@@ -75,9 +75,10 @@ def test_unsupported_fields(server):
 
 
 def test_an_unknown_field_names_the_one_that_was_meant(server):
-    status, _, error = post(server, "/v1/completions", COMPLETION | {"max_token": 5})
-    assert status == 400 and error["param"] == "max_token"
-    assert error["message"].startswith("max_token: unknown field: leave it out; did you mean 'max_tokens' instead")
+    for field in ("max_token", "max_completion_tokens"):
+        status, _, error = post(server, "/v1/completions", COMPLETION | {field: 5})
+        assert status == 400 and error["param"] == field
+        assert error["message"].startswith(f"{field}: unknown field: leave it out; did you mean 'max_tokens' instead")
 
 
 def test_other_models_paths_and_methods(server):

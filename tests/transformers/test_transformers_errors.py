@@ -1,5 +1,8 @@
 """What attention "tree" and its cache don't support is a ValueError on every rank, never a wrong result."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -142,6 +145,19 @@ def test_crop_beyond_the_cache(model):
     for tokens in (1, -7):
         with pytest.raises(ValueError, match=f"tokens_to_remove={tokens}"):
             cache.crop(tokens)
+
+
+def test_what_a_cache_is_not_for_names_what_is(model):
+    cache = tree_hf.TreeCache(model.config)
+    model(prompt(1, 6), past_key_values=cache)
+    for copies in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(ValueError, match=r"copy.deepcopy.*batch_repeat_interleave\(n\), fork\(\) of a Runner"):
+            copies(cache)
+    with pytest.raises(ValueError, match=r"a batch of 1 rows, not 2: call reset\(\)"):
+        model(prompt(2, 1), past_key_values=cache)
+    cache.batch_repeat_interleave(2)
+    model(prompt(2, 1), past_key_values=cache)
+    assert cache.get_seq_length() == 7
 
 
 def _message(rank, world, what):

@@ -286,7 +286,10 @@ class TreeCache(Cache):
 
     def _check_batch(self, num_rows: int) -> None:
         if self.rows and len(self.rows) != num_rows:
-            raise ValueError(f"the cache holds a batch of {len(self.rows)} rows, not {num_rows}")
+            raise ValueError(
+                f"the cache holds a batch of {len(self.rows)} rows, not {num_rows}: call reset() before another batch, "
+                "or batch_repeat_interleave() or batch_select_indices() to go on with other rows of this one"
+            )
 
     def _batch(self) -> list[Row]:
         return [self.store.book.rows[row] for row in self.rows]
@@ -431,6 +434,13 @@ class TreeCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.reorder_cache(torch.as_tensor(indices))
+
+    def __reduce_ex__(self, protocol):
+        raise ValueError(
+            "a TreeCache can't be pickled or copied by copy.deepcopy: it belongs to a group of ranks. To go on with a "
+            "prompt several times, call batch_repeat_interleave(n), fork() of a Runner, or save(), then load() of a "
+            "new TreeCache"
+        )
 
     @property
     def num_local_tokens(self) -> int:
