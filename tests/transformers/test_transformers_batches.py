@@ -49,3 +49,29 @@ def test_gaps_in_positions_and_rows_of_padding():
         assert loss.item() == pytest.approx(want.item(), rel=1e-6), name
         for (of, grad), p in zip(averaged_gradients(model).items(), plain.parameters(), strict=True):
             assert_near(grad, p.grad, SUMS, f"{name}: {of}")
+
+
+@on_ranks(2)
+def test_a_model_that_changes_after_it_is_registered():
+    """More tokens, as by chat_template_path of TRL; another attention, which would see this rank's tokens only."""
+    plain, model = tiny_model("llama").train(), tiny_model("llama").train()
+    parallel = tree_hf.register_sequence_parallel(model)
+    new = model.config.vocab_size
+    model.resize_token_embeddings(new + 2)
+    plain.resize_token_embeddings(new + 2)
+    plain.load_state_dict(model.state_dict())
+    ids = prompt(2, TOKENS)
+    ids[0, 5] = new + 1
+    batch = {"input_ids": ids, "labels": ids}
+    loss = model(**parallel.shard_batch(batch)).loss
+    loss.backward()
+    want = plain(**batch, use_cache=False).loss
+    want.backward()
+    assert loss.item() == pytest.approx(want.item(), rel=1e-6)
+    for (name, grad), p in zip(averaged_gradients(model).items(), plain.parameters(), strict=True):
+        assert_near(grad, p.grad, SUMS, name)
+    with pytest.raises(ValueError, match=f"the model has tokens 0 to {new + 1}"):
+        parallel.shard_batch({"input_ids": ids + 2, "labels": ids})
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match=r"attn_implementation='sdpa' .* call model.set_attn_implementation\('tree'\)"):
+        model(**parallel.shard_batch(batch))
