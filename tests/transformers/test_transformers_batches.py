@@ -1,10 +1,14 @@
 """What collators make of rows: the loss and the gradients of a plain model that gets the same batch."""
 
+import contextlib
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import megatron_tree.integrations.transformers as tree_hf
+from megatron_tree import CommError
 from support.hf_models import prompt, tiny_model
 from support.hf_training import averaged_gradients
 from support.ranks import on_ranks
@@ -49,3 +53,49 @@ def test_gaps_in_positions_and_rows_of_padding():
         assert loss.item() == pytest.approx(want.item(), rel=1e-6), name
         for (of, grad), p in zip(averaged_gradients(model).items(), plain.parameters(), strict=True):
             assert_near(grad, p.grad, SUMS, f"{name}: {of}")
+
+
+@on_ranks(2)
+def test_a_model_that_changes_after_it_is_registered():
+    """More tokens, as by chat_template_path of TRL; another attention, which would see this rank's tokens only."""
+    plain, model = tiny_model("llama").train(), tiny_model("llama").train()
+    parallel = tree_hf.register_sequence_parallel(model)
+    new = model.config.vocab_size
+    model.resize_token_embeddings(new + 2)
+    plain.resize_token_embeddings(new + 2)
+    plain.load_state_dict(model.state_dict())
+    ids = prompt(2, TOKENS)
+    ids[0, 5] = new + 1
+    batch = {"input_ids": ids, "labels": ids}
+    loss = model(**parallel.shard_batch(batch)).loss
+    loss.backward()
+    want = plain(**batch, use_cache=False).loss
+    want.backward()
+    assert loss.item() == pytest.approx(want.item(), rel=1e-6)
+    for (name, grad), p in zip(averaged_gradients(model).items(), plain.parameters(), strict=True):
+        assert_near(grad, p.grad, SUMS, name)
+    with pytest.raises(ValueError, match=f"the model has tokens 0 to {new + 1}"):
+        parallel.shard_batch({"input_ids": ids + 2, "labels": ids})
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match=r"attn_implementation='sdpa' .* call model.set_attn_implementation\('tree'\)"):
+        model(**parallel.shard_batch(batch))
+
+
+@on_ranks(2)
+def test_a_batch_that_a_worker_of_the_loader_cuts():
+    """A process forked from a rank has no connections of its own: an error at once, and the rank goes on."""
+    parallel = tree_hf.register_sequence_parallel(tiny_model("llama"))
+    batch = {"input_ids": prompt(2, TOKENS)}
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        with contextlib.suppress(BaseException):
+            try:
+                parallel.shard_batch(batch)
+            except CommError as error:
+                os.write(writer, str(error).encode())
+        os._exit(0)
+    os.close(writer)
+    said = os.read(reader, 4096).decode()
+    assert said.startswith("shard_batch in a process that is forked from a rank, such as a DataLoader's worker")
+    os.waitpid(child, 0)
+    parallel.shard_batch(batch)

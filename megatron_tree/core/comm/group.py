@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import itertools
 import math
+import os
 import weakref
 import zlib
 from collections import deque
@@ -13,6 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ..errors import CommError
 
 REMEMBERED = 8  # latest calls that this rank can be asked about, and may wait in
 
@@ -58,6 +62,8 @@ class CallRecord:
         self.step: tuple[dict, int] = {}, 0
         """What this rank's calls are part of: the values that identify it, and 32 bits of them. Calls of different
         steps don't belong together, however alike they are."""
+        self.of_parent = False
+        """Whether this process is forked from a rank of the group: it would wait for messages that nobody sends."""
         self.made = 0
         """Collectives since the latest call began: as many on every rank."""
         self._agreed = 0
@@ -65,7 +71,12 @@ class CallRecord:
         self._latest: deque[Call] = deque(maxlen=REMEMBERED)
 
     def begin(self, name: str, digest: int = 0, *, meets: bool = True) -> Call:
-        """The group's next call. digest: 32 bits of what its ranks agree on."""
+        """The group's next call. digest: 32 bits of what its ranks agree on. Raises: CommError in a forked process."""
+        if self.of_parent:
+            raise CommError(
+                f"{name} in a process that is forked from a rank, such as a DataLoader's worker: make the call in the "
+                "rank itself; a forked process must create a process group of its own"
+            )
         call = Call(name, self.latest.number + 1, self.made)
         self.meets, self.made = meets, 0
         self.current = self.latest = call
@@ -174,6 +185,7 @@ class GroupState:
             ranks = tuple(dist.get_process_group_ranks(group))
             config = dist.get_backend_config(group)  # unlike get_backend, also where the user has named none
             state = cls(len(ranks), dist.get_rank(group), dict(x.split(":") for x in config.split(",")), ranks)
+            state.calls.of_parent = weakref.ref(group) in _of_parent and state.size > 1
             _states[weakref.ref(group, _states.pop)] = state
         return state
 
@@ -182,6 +194,16 @@ IN_PART: contextvars.ContextVar[bool] = contextvars.ContextVar("tree_part_of_cal
 """agreement.py: whether what runs is part of a call that this rank is in already."""
 _ALONE = GroupState(1, 0, {}, (0,))
 _states: dict[weakref.ref, GroupState] = {}  # by group; a WeakKeyDictionary would take a function call more to look up
+_of_parent: set[weakref.ref] = set()  # groups of the process that forked this one
+
+
+def _note_fork() -> None:
+    _of_parent.update(map(weakref.ref, distributed_c10d._world.pg_map))
+    for state in _states.values():
+        state.calls.of_parent = state.size > 1
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 def _not_a_member() -> ValueError:

@@ -80,8 +80,7 @@ class SequenceParallel:
             self.sp_group = dist.group.WORLD
         else:
             self.sp_group = dist.new_subgroups(self.sp_size)[0] if mesh is None else mesh.get_group(mesh.ndim - 1)
-        self._model, self._vocab_size = model, model.config.get_text_config(decoder=True).vocab_size
-        self._checked = False
+        self._model, self._checked = model, False
         model.register_forward_pre_hook(outside_graphs(_check_ddp))
 
     start = "call torch.distributed.init_process_group()"  # of a process group
@@ -105,7 +104,7 @@ class SequenceParallel:
             Ranks.of(self.sp_group, config=self.tree_config).call("shard_batch") as call,
         ):
             sharded = shard_batch(batch, cp_group=self.sp_group, **options)
-            _check_words(with_tokens(batch), self._vocab_size)
+            _check_words(with_tokens(batch), self._model.config.get_text_config(decoder=True).vocab_size)
             if not self._checked:
                 self._checked = True
                 _check_fsdp(self._model, self.tiled_mlps)

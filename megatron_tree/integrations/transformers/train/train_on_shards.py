@@ -251,6 +251,11 @@ def _check_use(model, args, kwargs, output) -> None:
         return
     expected = model.trains_on_shards | ({"loss": None} if kwargs.get("labels") is not None else {})
     if missing := sorted(map(str, set(expected) - set(shard.used_by))):
+        if (chosen := model.config.get_text_config(decoder=True)._attn_implementation) != "tree":
+            raise ValueError(
+                f"attn_implementation={chosen!r} of {type(model).__name__} attends to one rank's tokens of a shard: "
+                "call model.set_attn_implementation('tree') before it gets shards again"
+            )
         raise ValueError(
             f"{type(model).__name__} does not pass its mask on to {', '.join(missing)} (layers by number): it can't be "
             "trained on shards"
