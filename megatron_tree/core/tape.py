@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -31,11 +31,14 @@ def launch(function: Callable, *args) -> None:
 class Tape(TorchDispatchMode):
     """What run() does. Nothing may depend on values in memory but what operations and launches read there.
 
+    kernels: functions that take an operation's arguments and return what it returns, by operations and launches that
+        are better here; or None, to leave it as it is.
     Attributes: logits: what run() has returned, written by every `replay`. All tensors that run() made are kept.
     """
 
-    def __init__(self, run: Callable[[], Tensor]):
+    def __init__(self, run: Callable[[], Tensor], kernels: Mapping[OpOverload, Callable[..., Tensor | None]] = {}):
         super().__init__()
+        self._kernels = kernels
         self._done: list[Callable] = []
         self._kept: list = []
         self._replays = 0
@@ -63,6 +66,10 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert not func._schema.name.startswith("c10d::"), f"{func} can't be written down"
         kwargs = kwargs or {}
+        if (kernel := self._kernels.get(func)) is not None:
+            with self:
+                if (out := kernel(*args, **kwargs)) is not None:
+                    return out
         out = func(*args, **kwargs)
         if func.is_view or func._schema.name in _EMPTY:
             self._kept.append(out)

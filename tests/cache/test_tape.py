@@ -9,12 +9,14 @@ pytest.importorskip("transformers")
 from megatron_tree import TreeConfig
 from megatron_tree.core import tape
 from megatron_tree.core.cache import graph
+from megatron_tree.core.kernels.native import product
 from megatron_tree.core.tape import Tape
 from megatron_tree.integrations.transformers.infer.engine import generate, share_model
 from megatron_tree.tools.bench.device_checks import SmallRunner
 from support.graphed import Pair, rows_come_and_go
 from support.hf_models import tiny_model
 from support.ranks import largest, on_ranks
+from support.rounding import assert_near
 
 
 class Recorded(Pair):
@@ -29,7 +31,7 @@ class Recorded(Pair):
 def tapes(monkeypatch):
     """The tapes that are made in a test."""
     made = []
-    monkeypatch.setattr(graph, "Tape", lambda run: made.append(Tape(run)) or made[-1])
+    monkeypatch.setattr(graph, "Tape", lambda *args, **options: made.append(Tape(*args, **options)) or made[-1])
     return made
 
 
@@ -69,7 +71,7 @@ def test_a_growing_row_is_seldom_written_down_anew(tapes):
 def test_all_ranks_write_down_in_the_same_steps(schedule, monkeypatch):
     """Where one rank's pages move all ranks' do."""
     made = []
-    monkeypatch.setattr(graph, "Tape", lambda run: made.append(Tape(run)) or made[-1])
+    monkeypatch.setattr(graph, "Tape", lambda *args, **options: made.append(Tape(*args, **options)) or made[-1])
     it = Recorded(cp_group=dist.group.WORLD, windows=(None, 6), schedule=schedule)
     assert rows_come_and_go(it, 20) <= 1e-5
     counts = [None, None]
@@ -122,6 +124,25 @@ def test_what_is_written_down(dtype, monkeypatch):
         again, stored = result.clone(), pages.clone()
         pages.zero_()
         assert torch.equal(again, step()) and torch.equal(stored, pages)
+
+
+@pytest.mark.parametrize("operation", ["mm", "addmm"])
+def test_products_with_weights_are_launched(operation, monkeypatch):
+    """Unless their layout is for torch."""
+    launched, bias = [], torch.randn(3) if operation == "addmm" else None
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(product, "launch", lambda *call: launched.append(call) or tape.launch(*call))
+    x, weights = torch.randn(2, 1, 8), torch.randn(3, 8)
+
+    def step():
+        return torch.nn.functional.linear(x, weights, bias) + (x[:, 0] @ torch.ones(8, 3)).sum()
+
+    with_products = Tape(step, product.PRODUCTS)
+    for _ in range(2):
+        x.copy_(torch.randn(2, 1, 8))
+        with_products.replay()
+        assert_near(with_products.logits, step(), 16)
+    assert len(launched) == 1
 
 
 def test_launches_are_written_down_only():

@@ -10,6 +10,7 @@ import torch
 from megatron_tree.core import energy, kernels
 from megatron_tree.core.cache import quantize
 from megatron_tree.core.kernels import KVCache, aten, native, reference
+from megatron_tree.core.kernels.native import product
 from megatron_tree.core.spec import AttnSpec
 from support.attention import distances, make_slopes, slopes_of
 from support.decoding import decode_inputs
@@ -194,6 +195,38 @@ def test_narrower_vectors(options, monkeypatch):
     for x in ([k, v], [k.float(), v.float()]):
         other = native.attn_decode(q.to(x[0].dtype), cache._replace(k=x[0], v=x[1]), spec)
         assert_near(other, usual, 200)
+
+
+@pytest.mark.parametrize("options", [(), ("-mavx2", "-mfma"), ("-msse2",)], ids=" ".join)
+@pytest.mark.parametrize("dtype", product.DTYPES, ids=str)
+def test_products(dtype, options, monkeypatch):
+    """Of whole vectors and less, of views; the bits of a row do not depend on others."""
+    if "-mavx2" in options and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        pytest.skip("this processor has no AVX2")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    if options:
+        _with_options(monkeypatch, *options)
+        monkeypatch.setattr(product, "_library", functools.cache(product._library.__wrapped__))
+    for width, (rows, num_out) in itertools.product((5, 32, 80, 150), zip(product.ROWS, (3, 7, 2, 9))):
+        x, weights = torch.randn(rows, 2 * width).to(dtype)[:, :width], torch.randn(num_out, width + 3).to(dtype)[:, 3:]
+        bias = torch.randn(num_out).to(dtype)
+        for more in ((), (bias,)):
+            out = product.product(x, weights, *more)
+            exact = x.double() @ weights.double().t() + (bias.double() if more else 0)
+            assert out.dtype == dtype and out.shape == exact.shape
+            assert_near(out, exact, width if dtype == torch.float32 else 1, dtype=dtype)
+            assert torch.equal(out[:1], product.product(x[:1], weights, *more))
+
+
+def test_products_that_are_left_to_torch(monkeypatch):
+    x, weights = torch.randn(2, 8), torch.randn(3, 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert product.product(x, weights) is not None
+    columns, of_three = torch.randn(8, 3).t(), torch.randn(3, 8)
+    for left in ((x, columns), (of_three, weights), (x.double(), weights.double()), (x, weights, torch.randn(2, 3))):
+        assert product.product(*left) is None
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert product.product(x, weights) is None
 
 
 def _with_options(monkeypatch, *options):

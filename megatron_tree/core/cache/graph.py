@@ -31,6 +31,7 @@ from .. import comm
 from ..config import TRUSTING, TreeConfig
 from ..kernels import ACCELERATORS
 from ..kernels.native import CHUNK
+from ..kernels.native.product import PRODUCTS
 from ..tape import Tape, static
 from .forward import ForwardPass, appended
 from .pages import kept
@@ -281,7 +282,7 @@ class GraphedSteps:
         self.option = option
         if option == "record_steps":
             check_tapes(runner)
-            capture = Tape
+            capture = functools.partial(Tape, kernels=PRODUCTS)
         elif capture is None:
             check_runner(runner)
             pool = torch.cuda.graph_pool_handle()  # memory that the graphs share: one of them runs at a time

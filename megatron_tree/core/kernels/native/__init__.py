@@ -64,7 +64,7 @@ def unsupported(q, k, v, spec: AttnSpec, *, flowing_lse: bool, masked: bool, dec
     if k.dtype != v.dtype or k.dtype not in _TYPES:
         return f"k in {k.dtype} with v in {v.dtype}"
     loaded = _library(k.dtype)
-    return loaded if isinstance(loaded, str) else None
+    return f"anything here: {loaded}" if isinstance(loaded, str) else None
 
 
 def attn_decode(q: Tensor, cache: KVCache, spec: AttnSpec) -> Tensor:
@@ -154,11 +154,17 @@ def _pool(process: int, threads: int) -> ThreadPoolExecutor:
 @functools.lru_cache
 def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
     """The kernel for keys and values of a dtype, or why there is none."""
-    try:
-        path = compiled(Path(__file__).with_name("decode.c"), *_OPTIONS, f"-DTYPE={_TYPES[dtype]}", libraries=("-lm",))
-        library = ctypes.CDLL(str(path))
-    except (NotCompiled, OSError) as error:
-        return f"anything here: {error}"
-    library.decode_tasks.argtypes = [ctypes.POINTER(_Call), ctypes.c_int64, ctypes.c_int64]
-    library.merge_tasks.argtypes, library.merge_tasks.restype = [ctypes.POINTER(_Call)], None
+    library = load_library("decode.c", dtype)
+    if not isinstance(library, str):
+        library.decode_tasks.argtypes = [ctypes.POINTER(_Call), ctypes.c_int64, ctypes.c_int64]
+        library.merge_tasks.argtypes, library.merge_tasks.restype = [ctypes.POINTER(_Call)], None
     return library
+
+
+def load_library(source: str, dtype: torch.dtype) -> ctypes.CDLL | str:
+    """A source beside this file, compiled for numbers of a dtype that it reads, or why it can't be had."""
+    try:
+        path = compiled(Path(__file__).with_name(source), *_OPTIONS, f"-DTYPE={_TYPES[dtype]}", libraries=("-lm",))
+        return ctypes.CDLL(str(path))
+    except (NotCompiled, OSError) as error:
+        return str(error)
