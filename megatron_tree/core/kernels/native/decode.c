@@ -30,7 +30,7 @@ typedef struct { /* a task's memory; rows of the queries: KV head, query, head o
 
 typedef struct { /* of a block: keys `from` to `to` - 1 of KV heads `head` to `heads` - 1, for ROWS of their rows */
     int64_t from, to, head, heads, row;
-    const char *const *later; /* what to fetch meanwhile; what is there already where the first rows have fetched */
+    const char *const *later; /* what to fetch meanwhile: the first 2 ROWS rows do, as processors drop some requests */
 } Part;
 
 /* Scores s [.., KEYS] of `rows` queries of each of `heads` KV heads, with 1, 2 or 4 `keys`. */
@@ -215,7 +215,7 @@ static void attend_block(const Call *c, const Block *b, const Block *next, Memor
             for (int64_t j = 0; j < end; j += length)
                 for (int64_t i = 0; i < m->rows; i += ROWS) {
                     int64_t to = values && j + length > b->count ? b->count : j + length;
-                    const char *const *later = !i ? m->later : values ? b->v : b->k;
+                    const char *const *later = i < 2 * ROWS ? m->later : values ? b->v : b->k;
                     if (m->some[i / ROWS])
                         steps[m->some[i / ROWS] - 1](b, m, &(Part){j, to, n, n + together, i, later});
                 }
