@@ -19,13 +19,17 @@ from torch import Tensor
 
 from ..dropout import keep_weights
 from ..layout import Segment, Sharding, by_document, in_chunks, join
-from ..merge import NEG_INF, State, finite, merge_into, merge_tree, state_dtype
+from ..merge import NEG_INF, finite, merge_tree, state_dtype
 from ..spec import AttnSpec
 from .blocks import alibi_bias, window_mask
 from .steps import Steps, largest_of
 
 LEAF = 128  # with fewer positions products are slow; with more, the end of every document costs more
 WIDE = 4  # a power of two; with more, products are no faster
+
+Sums = tuple[Tensor, Tensor, Tensor]
+"""Of a node's keys: numerators [rows, d_v], denominators and largest logits [rows, 1]. An lse would be rounded at every
+node, which gradients see."""
 
 
 def attn_fwd(
@@ -36,21 +40,19 @@ def attn_fwd(
     of_q, of_k, of_v = pairs.queries.cut(q, n) * spec.softmax_scale, pairs.keys.cut(k, n), pairs.keys.cut(v, n)
     out, lse = of_q.new_zeros((*of_q.shape[:-1], v.shape[-1])), of_q.new_full((*of_q.shape[:-1], 1), NEG_INF)
 
-    def state(at: tuple[int, int, int], leaf: int) -> State:
+    def state(at: tuple[int, int, int], leaf: int) -> Sums:
         j, heads = pairs.visible[at[-1]][leaf], at[:-1]
         s, _ = pairs.logits(_rows(of_q, at), _rows(of_k, (*heads, j)), at, j)
-        top = finite(s.amax(-1, keepdim=True))
-        p = s.sub_(top).exp_()
+        top = s.amax(-1, keepdim=True)
+        p = s.sub_(finite(top)).exp_()
         den = p.sum(-1, keepdim=True)
         weights = pairs.dropout_weights(at, j)
-        p = p if weights is None else p * weights
-        of_leaf = torch.mm(p, _rows(of_v, (*heads, j))).div_(den.clamp(min=torch.finfo(den.dtype).tiny))  # (3)
-        return of_leaf[:, None], (top + den.log_()).T  # (2)
+        return torch.mm(p if weights is None else p * weights, _rows(of_v, (*heads, j))), den, top
 
     for at in pairs.tiles(q.shape[0], n):
-        merged = merge_tree(list(pairs.visible[at[-1]]), functools.partial(state, at), _merge)
-        _rows(out, at).copy_(merged[0][:, 0])
-        _rows(lse, at).copy_(merged[1].T)
+        num, den, top = merge_tree(list(pairs.visible[at[-1]]), functools.partial(state, at), _merge)
+        torch.div(num, den.clamp(min=torch.finfo(den.dtype).tiny), out=_rows(out, at))  # (3)
+        torch.add(top, den.log_(), out=_rows(lse, at))  # (2)
     return pairs.queries.join(out), pairs.queries.join(lse, NEG_INF)[..., 0].transpose(1, 2).contiguous()
 
 
@@ -142,9 +144,11 @@ def _rows(tiles: Tensor, at: tuple) -> Tensor:
     return tiles[at].flatten(0, -2)
 
 
-def _merge(state: State, part: State) -> State:
-    merge_into(state, part)
-    return state
+def _merge(sums: Sums, part: Sums) -> Sums:
+    (num, den, top), (more, more_den, other) = sums, part
+    largest = torch.maximum(top, other)
+    kept, joined = (x.sub_(finite(largest)).exp_() for x in (top, other))
+    return num.mul_(kept).addcmul_(more, joined), den.mul_(kept).addcmul_(more_den, joined), largest
 
 
 class Leaves:

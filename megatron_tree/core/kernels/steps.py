@@ -7,7 +7,8 @@ the largest entry of a vector, and n_i the keys that query i sees, of which one 
     dv: e = max_i |dout_i| / n_i      dk: e = softmax_scale max_i (max_a |v_a| |dout_i| + |delta_i|) |q_i| / n_i
 
 are about what one query adds at least; a step is 2^-30 of e for dk and 2^-28 for dv, of inputs in bf16 and fp16 2^-24:
-errors stay those of dense attention in the same dtype, and sums mostly fit into 32 bits. With p <= 1, equations
+relative to a document's largest gradients, errors stay those of dense attention in the same dtype (the last keys of a
+long causal one have small gradients, which are less exact), and sums mostly fit into 32 bits. With p <= 1, equations
 (5) to (7) of docs/design.md bound the sums of all n queries of a document that share a KV head:
 
     |dv_a| <= n max_i |dout_i|      |dk_a| <= n softmax_scale max_i (d_v |dout_i| max_a |v_a| + |delta_i|) |q_i|

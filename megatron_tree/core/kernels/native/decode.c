@@ -1,15 +1,16 @@
 /* Decoding on a CPU: attention of few queries over a KV cache that is read once, dense or in pages, fp32 or narrower.
  *
  * A task is CHUNK slots of one row of the batch, with all its heads. It walks over blocks of KEYS visible keys: scores,
- * weights, values. Inside a block a piece of some keys is read at a time, in the order of memory, and up to ROWS query
- * rows of a KV head share what was read in registers. Numbers are widened there, everything is summed in fp32. A task's
+ * weights, values. Up to ROWS query rows of a KV head share what was read in registers, and what comes later is fetched
+ * meanwhile. A large cache in fp32 is read key by key, in the order of memory: only so does the processor read ahead as
+ * well; else TILE keys at a time fill the registers. Numbers are widened there, everything is summed in fp32. A task's
  * state depends on nothing but its slots: bits are the same for any batch, pages and number of threads. The numbers at
  * the formulas are those of docs/design.md, section 1.
  */
 #include "blocks.h"
 
 #define ROWS 4            /* query rows that share what was read */
-#define TILE 16           /* keys of a piece at most; the most sums of vectors at a time */
+#define TILE 16           /* keys that are read together; the most sums of vectors at a time */
 #define LARGE (8ll << 20) /* bytes of keys and values that no cache holds */
 #define AHEAD 8192        /* bytes from what is read to what is fetched */
 #if defined(__AVX512F__) || defined(__aarch64__)
@@ -20,74 +21,84 @@
 
 typedef struct { /* a task's memory; rows of the queries: KV head, query, head of the group; d and d_v: whole vectors */
     int64_t rows, d, d_v, ahead, inside; /* inside: the heads of a key lie together */
-    int64_t piece;                       /* keys of which a head's are read together: TILE, half of it, or 1 */
-    float *q, *acc, *s, *den, *top; /* den [.., WIDTH] */
+    int64_t piece;                       /* keys that are read together: TILE or 1 */
+    float *q, *acc, *s, *den, *top;      /* q: vectors of ROWS rows alternate; den [.., WIDTH] */
     uint8_t *some; /* for every ROWS rows: how many share what is read; 0: none sees a key of the block */
     const float *slopes;
+    const char *later[KEYS]; /* for each key or value of the block: what comes AHEAD of it, of the same head */
 } Memory;
 
-typedef struct {
-    const char *const *at; /* keys or values to fetch meanwhile; NULL: none */
-    int64_t head;
-} Later;
+typedef struct { /* of a block: keys `from` to `to` - 1 of KV heads `head` to `heads` - 1, for ROWS of their rows */
+    int64_t from, to, head, heads, row;
+    const char *const *later; /* what to fetch meanwhile: the first 2 ROWS rows do, as processors drop some requests */
+} Part;
 
-/* `size` numbers from i on of what is read later, to the second cache: the first one is in use. */
-INLINE void fetch_later(Later later, int t, int64_t i, int64_t size)
+/* Scores s [.., KEYS] of `rows` queries of each of `heads` KV heads, with 1, 2 or 4 `keys`. */
+INLINE void score_tile(const char *const *key, const char *const *later, int64_t k_head, const float *q, int64_t d,
+                       float *s, int rows, int keys, int heads)
 {
-    for (int64_t x = 0; later.at && x < size; x += 64 / SIZE) {
-        __builtin_prefetch(later.at[t] + later.head + (i + x) * SIZE, 0, 2);
-        __asm__ volatile(""); /* gcc drops loops that only fetch */
+    vf sum[TILE] = {0}, y[ROWS];
+#pragma GCC unroll 4
+    for (int h = 0; h < heads; h++)
+        for (int64_t i = 0; i < d; i += WIDTH) {
+            for (int r = 0; r < rows; r++) {
+                y[r] = load(q + h * rows * d + i * rows + r * WIDTH);
+                if (keys > 1)
+                    HOLD(y[r]);
+            }
+            for (int t = 0; t < keys; t++) {
+                if (i * SIZE % 64 == 0)
+                    __builtin_prefetch(later[t] + h * k_head + i * SIZE);
+                vf x = widen(key[t] + h * k_head + i * SIZE);
+                if (rows > 1)
+                    HOLD(x);
+                for (int r = 0; r < rows; r++)
+                    sum[(h * rows + r) * keys + t] += y[r] * x;
+            }
+        }
+#pragma GCC unroll 4
+    for (int t = 0; t < rows * keys * heads; t += 4) {
+        v4 x = sums(sum[t], sum[t + 1], sum[t + 2], sum[t + 3]);
+        for (int u = 0; u < 4 && t + u < rows * keys * heads; u++)
+            s[(t + u) / keys * KEYS + (t + u) % keys] = x[u];
     }
 }
 
-/* Products of `rows` queries q [rows, d] with `keys` keys: s [rows, KEYS]. */
-INLINE void score(const Memory *m, const char *const *key, int64_t head, const float *q, int rows, int keys, float *s,
-                  Later later)
+INLINE void score_part(const Block *b, const Memory *m, const Part *part, int rows, int keys, int heads)
 {
-    const char *k[TILE];
-    vf sum[TILE] = {0}, y[ROWS];
-    float all[TILE];
-    for (int t = 0; t < keys; t++)
-        k[t] = key[t] + head;
-    for (int64_t i = 0; i < m->d; i += WIDTH) {
-        for (int t = 0; t < keys && (keys == 1 ? !i : i * SIZE % 64 == 0); t++) /* a single key: all at once */
-            fetch_later(later, t, i, keys == 1 ? m->d : 1);
-        for (int r = 0; r < rows; r++) {
-            y[r] = load(q + r * m->d + i);
-            if (keys > 1)
-                HOLD(y[r]);
+    const int64_t d = m->d, k_head = b->k_head, all = m->rows, piece = keys == 1 ? 1 : TILE, to = part->to;
+    for (int64_t from = part->from; from < to; from += piece)
+        for (int64_t n = part->head, several; n < part->heads; n += several ? heads : 1) {
+            const float *q = m->q + (n * all + part->row) * d;
+            float *s = m->s + (n * all + part->row) * KEYS;
+            several = n + heads <= part->heads;
+            for (int64_t j = from; j < from + piece; j += keys) {
+                const char *key[4], *later[4];
+                for (int t = 0; t < keys; t++)
+                    key[t] = b->k[j + t] + n * k_head, later[t] = part->later[j + t] + n * k_head;
+                if (several)
+                    score_tile(key, later, k_head, q, d, s + j, rows, keys, heads);
+                else
+                    score_tile(key, later, k_head, q, d, s + j, rows, keys, 1);
+            }
         }
-        for (int t = 0; t < keys; t++) {
-            vf x = widen(k[t] + i * SIZE);
-            if (rows > 1)
-                HOLD(x);
-            for (int r = 0; r < rows; r++)
-                sum[r * keys + t] += y[r] * x;
-        }
-    }
-#pragma GCC unroll 8
-    for (int t = 0; t < rows * keys; t += 4) {
-        v4 x = sums(sum[t], sum[t + 1], sum[t + 2], sum[t + 3]);
-        memcpy(all + t, &x, sizeof x);
-    }
-    for (int r = 0; r < rows; r++)
-        memcpy(s + r * KEYS, all + r * keys, keys * sizeof *s);
 }
 
 /* acc [rows, d_v] += p [rows, KEYS] times `keys` values, from a column on `vectors` at a time. Returns what is left. */
-INLINE int64_t add(const Memory *m, const char *const *value, int keys, int64_t head, const float *p, int rows,
-                   int vectors, int64_t from, float *acc, Later later)
+INLINE int64_t add_tile(const char *const *value, const char *const *later, int64_t keys, int64_t head, const float *p,
+                        float *acc, int64_t d_v, int64_t from, int rows, int vectors)
 {
     vf sum[TILE];
-    for (; from + vectors * WIDTH <= m->d_v; from += vectors * WIDTH) {
+    for (; from + vectors * WIDTH <= d_v; from += vectors * WIDTH) {
         for (int r = 0; r < rows; r++)
             for (int t = 0; t < vectors; t++)
-                sum[r * vectors + t] = load(acc + r * m->d_v + from + t * WIDTH);
-        for (int j = 0; j < keys; j++) {
-            if (keys > 1 || !from)
-                fetch_later(later, j, from, keys == 1 ? m->d_v : vectors * WIDTH);
+                sum[r * vectors + t] = load(acc + r * d_v + from + t * WIDTH);
+        for (int64_t j = 0; j < keys; j++) {
+            const char *v = value[j] + head + from * SIZE, *next = later[j] + head + from * SIZE;
             for (int t = 0; t < vectors; t++) {
-                vf x = widen(value[j] + head + (from + t * WIDTH) * SIZE);
+                if (t * WIDTH * SIZE % 64 == 0)
+                    __builtin_prefetch(next + t * WIDTH * SIZE);
+                vf x = widen(v + t * WIDTH * SIZE);
                 if (rows > 1)
                     HOLD(x);
                 for (int r = 0; r < rows; r++)
@@ -96,49 +107,43 @@ INLINE int64_t add(const Memory *m, const char *const *value, int keys, int64_t 
         }
         for (int r = 0; r < rows; r++)
             for (int t = 0; t < vectors; t++)
-                store(acc + r * m->d_v + from + t * WIDTH, sum[r * vectors + t]);
+                store(acc + r * d_v + from + t * WIDTH, sum[r * vectors + t]);
     }
     return from;
 }
 
-/* A piece of a block from a number on, KV heads `head` to `heads` - 1: their scores. Tiles fill the registers, single
- * keys are read as they lie in memory. The first rows fetch. */
-static void score_piece(const Block *b, const Memory *m, int64_t head, int64_t heads, int from, Later later)
+INLINE void add_part(const Block *b, const Memory *m, const Part *part, int rows, int piece, int vectors)
 {
-#define SCORE(R, IF, KEYS_OF_TILE, AT)                                                                                 \
-    if (m->some[i / ROWS] == R && (IF))                                                                                \
-        for (int64_t n = head, row = n * m->rows + i; n < heads; n++, row += m->rows)                                  \
-            for (int j = from; j < from + m->piece; j += KEYS_OF_TILE)                                                 \
-                score(m, b->k + j, n * b->k_head, m->q + row * m->d, R, KEYS_OF_TILE, m->s + row * KEYS + j,           \
-                      (Later){AT ? later.at + j - from : NULL, later.head + (n - head) * b->k_head});
-    for (int64_t i = 0; i < m->rows; i += ROWS) {
-        const char *const *at = i ? NULL : later.at;
-        SCORE(1, m->piece == 1, 1, at) SCORE(1, m->piece > 1, 4, at)
-        SCORE(2, m->piece == 1, 1, at) SCORE(2, m->piece > 1, 4, at)
-        SCORE(3, 1, 4, at)
-        SCORE(4, at, OF_32(4, 2), at) SCORE(4, !at, OF_32(4, 2), NULL)
-    }
+    const int64_t d_v = m->d_v, v_head = b->v_head, all = m->rows, to = part->to;
+    for (int64_t j = part->from; j < to; j += piece)
+        for (int64_t n = part->head; n < part->heads; n++) {
+            const float *p = m->s + (n * all + part->row) * KEYS + j;
+            float *acc = m->acc + (n * all + part->row) * d_v;
+            int64_t keys = to - j < piece ? to - j : piece, t = 0;
+            t = add_tile(b->v + j, part->later + j, keys, n * v_head, p, acc, d_v, t, rows, vectors);
+            t = add_tile(b->v + j, part->later + j, keys, n * v_head, p, acc, d_v, t, rows, vectors / 2);
+            add_tile(b->v + j, part->later + j, keys, n * v_head, p, acc, d_v, t, rows, 1);
+        }
 }
 
-static void add_piece(const Block *b, const Memory *m, int64_t head, int64_t heads, int from, Later later)
-{
-#define SOME(R, NUM_KEYS, VECTORS, AT)                                                                                 \
-    t = add(m, b->v + from, NUM_KEYS, n * b->v_head, m->s + row * KEYS + from, R, VECTORS, t, m->acc + row * m->d_v,   \
-            (Later){AT, later.head + (n - head) * b->v_head});
-#define ADD(R, IF, NUM_KEYS, VECTORS, AT)                                                                              \
-    if (m->some[i / ROWS] == R && (IF))                                                                                \
-        for (int64_t n = head, row = n * m->rows + i, t = 0; n < heads; n++, row += m->rows, t = 0) {                  \
-            SOME(R, NUM_KEYS, VECTORS, AT) SOME(R, NUM_KEYS, VECTORS / 2, AT) SOME(R, NUM_KEYS, 1, AT)                 \
-        }
-    int keys = b->count - from < m->piece ? b->count - from : m->piece;
-    for (int64_t i = 0; i < m->rows; i += ROWS) {
-        const char *const *at = i ? NULL : later.at;
-        ADD(1, keys == 1, 1, 8, at) ADD(1, keys > 1, keys, 8, at)
-        ADD(2, keys == 1, 1, OF_32(8, 4), at) ADD(2, keys > 1, keys, OF_32(8, 4), at)
-        ADD(3, 1, keys, 4, at)
-        ADD(4, at, keys, OF_32(4, 2), at) ADD(4, !at, keys, OF_32(4, 2), NULL)
-    }
-}
+typedef void Step(const Block *b, const Memory *m, const Part *part);
+
+/* For R rows, with tiles of some keys of a head, or of a key's heads. Inlined into one, they lack registers. */
+#define STEP(name, ...)                                                                                                \
+    static __attribute__((noinline)) void name(const Block *b, const Memory *m, const Part *part) { __VA_ARGS__; }
+#define STEPS(R, NUM_KEYS, HEADS, VECTORS)                                                                             \
+    STEP(score_keys_##R, score_part(b, m, part, R, NUM_KEYS, 1))                                                       \
+    STEP(score_key_##R, score_part(b, m, part, R, 1, HEADS))                                                           \
+    STEP(add_keys_##R, add_part(b, m, part, R, TILE, VECTORS))                                                         \
+    STEP(add_key_##R, add_part(b, m, part, R, 1, VECTORS))
+STEPS(1, 4, 4, 8)
+STEPS(2, 4, 4, OF_32(8, 4))
+STEPS(3, 4, 4, 4)
+STEPS(4, OF_32(4, 2), OF_32(4, 2), OF_32(4, 2))
+static Step *const score_keys[] = {score_keys_1, score_keys_2, score_keys_3, score_keys_4};
+static Step *const score_key[] = {score_key_1, score_key_2, score_key_3, score_key_4};
+static Step *const add_keys[] = {add_keys_1, add_keys_2, add_keys_3, add_keys_4};
+static Step *const add_key[] = {add_key_1, add_key_2, add_key_3, add_key_4};
 
 /* The scores s [KEYS] of row i of KV head n become weights p (2), and what came before is scaled. */
 static void weigh(const Call *c, const Block *b, const Memory *m, const float *k_scale, const float *v_scale, int64_t n,
@@ -182,35 +187,39 @@ static void weigh(const Call *c, const Block *b, const Memory *m, const float *k
     store(m->den + row * WIDTH, load(m->den + row * WIDTH) + total);
 }
 
-/* What will be read AHEAD of number j of KV head n: keys, then values, then the next block's keys. */
-INLINE Later fetch(const Call *c, const Block *b, const Block *next, const Memory *m, int values, int64_t n, int64_t j)
+/* Names what is fetched while the keys, or the values, of KV head n are read: what comes `ahead` keys later, at the end
+ * the next head's, or the values, or the next block's keys. */
+static void look_ahead(const Block *b, const Block *next, Memory *m, int values, int64_t n, int64_t heads, int end)
 {
-    int64_t at = j + m->ahead, end = (b->count + m->piece - 1) / m->piece * m->piece;
-    if (at >= end) {
-        at -= end;
-        if (m->inside || ++n == c->kv_heads)
-            n = m->inside ? n : 0, b = values ? next : b, values = !values;
-    }
-    if (at >= b->count)
-        return (Later){NULL, 0};
-    return values ? (Later){b->v + at, n * b->v_head} : (Later){b->k + at, n * b->k_head};
+    const char *const *now = values ? b->v : b->k, *const *then = now;
+    int64_t ahead = m->ahead < end ? m->ahead : end, head = values ? b->v_head : b->k_head, offset = head;
+    if (m->inside || n + 1 == heads)
+        then = values ? next->k : b->v, offset = -n * head;
+    memcpy(m->later, now + ahead, (end - ahead) * sizeof *now);
+    for (int64_t j = 0; j < ahead; j++)
+        m->later[end - ahead + j] = then[j] + offset;
 }
 
-static void attend_block(const Call *c, const Block *b, const Block *next, const Memory *m)
+static void attend_block(const Call *c, const Block *b, const Block *next, Memory *m)
 {
-    int64_t heads = c->kv_heads, inside = m->inside, group = c->heads / heads;
-    int64_t pieces = (b->count + m->piece - 1) / m->piece, together = m->piece == 1 ? heads : 1;
+    int64_t heads = c->kv_heads, group = c->heads / heads, together = m->inside ? heads : 1;
+    int end = (b->count + TILE - 1) / TILE * TILE, length = m->rows > ROWS ? TILE : end;
     memset(m->some, 0, (m->rows + ROWS - 1) / ROWS);
     for (int64_t i = 0; i < m->rows; i++)
         if (b->sees[i / group])
             m->some[i / ROWS] = m->rows - i / ROWS * ROWS < ROWS ? m->rows % ROWS : ROWS;
     for (int values = 0; values < 2; values++) {
-        for (int64_t outer = 0; outer < (inside ? pieces : heads); outer++)
-            for (int64_t inner = 0; inner < (inside ? heads : pieces); inner += together) {
-                int64_t n = inside ? inner : outer, j = (inside ? outer : inner) * m->piece;
-                Later later = fetch(c, b, next, m, values, n, j);
-                (values ? add_piece : score_piece)(b, m, n, n + together, j, later);
-            }
+        Step *const *steps = m->piece == 1 ? (values ? add_key : score_key) : values ? add_keys : score_keys;
+        for (int64_t n = 0; n < heads; n += together) {
+            look_ahead(b, next, m, values, n, heads, end);
+            for (int64_t j = 0; j < end; j += length)
+                for (int64_t i = 0; i < m->rows; i += ROWS) {
+                    int64_t to = values && j + length > b->count ? b->count : j + length;
+                    const char *const *later = i < 2 * ROWS ? m->later : values ? b->v : b->k;
+                    if (m->some[i / ROWS])
+                        steps[m->some[i / ROWS] - 1](b, m, &(Part){j, to, n, n + together, i, later});
+                }
+        }
         for (int64_t n = 0; n < heads && !values; n++) {
             float k_scale[KEYS], v_scale[KEYS];
             for (int j = 0; c->k_scale && j < KEYS; j++) {
@@ -242,7 +251,7 @@ static void make_whole(const Call *c, Block *b)
         to += c->kv_heads * (d + d_v);
     }
     b->k_head = to ? d : c->k_head, b->v_head = to ? d_v : c->v_head;
-    for (int j = b->count; j % TILE; j++)
+    for (int j = b->count; j < KEYS; j++)
         b->k[j] = b->k[b->count - 1], b->v[j] = b->v[b->count - 1];
 }
 
@@ -273,10 +282,10 @@ int decode_tasks(const Call *c, int64_t first, int64_t last)
     int64_t group = c->heads / c->kv_heads, n = c->num_queries, rows = group * n, all = c->kv_heads * rows;
     Memory m = {.rows = rows, .d = whole(c->d), .d_v = whole(c->d_v), .inside = c->k_head < c->k_slot};
     int64_t pairs = KEYS * n, total = c->batch * c->slots * c->kv_heads * (c->d + c->d_v) * SIZE;
-    m.piece = SIZE == 4 && rows <= 16 ? TILE / 2 : TILE;
-    m.piece = m.inside && SIZE == 4 && rows <= 2 && total > LARGE ? 1 : m.piece; /* in the order of memory */
-    int64_t bytes = m.d * SIZE * (m.inside ? c->kv_heads : 1);
-    m.ahead = (AHEAD / (bytes * m.piece) + 1) * m.piece;
+    int64_t bytes = m.d * SIZE * (m.inside ? c->kv_heads : 1); /* that lie together */
+    int few = SIZE == 4 && rows <= ROWS && (rows * 4 <= WIDTH || bytes >= 2048); /* products */
+    m.piece = few && m.inside && total > LARGE ? 1 : TILE;
+    m.ahead = AHEAD / (bytes * m.piece) * m.piece + m.piece;
     m.ahead = m.ahead > KEYS / 2 ? KEYS / 2 : m.ahead;
     int64_t copied = m.d == c->d && m.d_v == c->d_v ? 0 : KEYS * c->kv_heads * (m.d + m.d_v) * SIZE;
     int64_t floats = all * (m.d + m.d_v + KEYS + WIDTH + 1) + 2 * pairs;
@@ -305,8 +314,9 @@ int decode_tasks(const Call *c, int64_t first, int64_t last)
         for (int64_t i = 0; i < all; i++) {
             int64_t token = i % rows / group, head = i / rows * group + i % group;
             const float *q = c->q + row * c->q_row + token * c->q_token + head * c->q_head;
+            int64_t r = i % rows % ROWS, first = i % rows - r, together = rows - first < ROWS ? rows - first : ROWS;
             for (int64_t t = 0; t < c->d; t++)
-                m.q[i * m.d + t] = q[t] * (float)c->scale;
+                m.q[(i - r) * m.d + (t / WIDTH * together + r) * WIDTH + t % WIDTH] = q[t] * (float)c->scale;
             m.top[i] = -INFINITY;
         }
         while (b->count && b->task == task) {
