@@ -66,10 +66,11 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert not func._schema.name.startswith("c10d::"), f"{func} can't be written down"
         kwargs = kwargs or {}
-        if (kernel := self._kernels.get(func)) is not None:
-            with self:
-                if (out := kernel(*args, **kwargs)) is not None:
-                    return out
+        with self:  # what a kernel calls is written down
+            if (kernel := self._kernels.get(func)) is not None and (out := kernel(*args, **kwargs)) is not None:
+                return out
+            if (out := func.decompose(*args, **kwargs)) is not NotImplemented:
+                return out  # `to` and `contiguous`, which arrive whole from there and may be copies
         out = func(*args, **kwargs)
         if func.is_view or func._schema.name in _EMPTY:
             self._kept.append(out)

@@ -126,23 +126,26 @@ def test_what_is_written_down(dtype, monkeypatch):
         assert torch.equal(again, step()) and torch.equal(stored, pages)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("operation", ["mm", "addmm"])
-def test_products_with_weights_are_launched(operation, monkeypatch):
-    """Unless their layout is for torch."""
-    launched, bias = [], torch.randn(3) if operation == "addmm" else None
+def test_products_with_weights_are_launched(operation, dtype, monkeypatch):
+    """Unless their layout is for torch; rows that are widened, or lie apart, are copied by every replay."""
+    launched, bias = [], torch.randn(3).to(dtype) if operation == "addmm" else None
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(product, "launch", lambda *call: launched.append(call) or tape.launch(*call))
-    x, weights = torch.randn(2, 1, 8), torch.randn(3, 8)
+    x, weights = torch.zeros(2, 16).to(dtype), torch.randn(3, 8).to(dtype)
 
     def step():
-        return torch.nn.functional.linear(x, weights, bias) + (x[:, 0] @ torch.ones(8, 3)).sum()
+        rows = x[:, :8]
+        linear = torch.nn.functional.linear(rows, weights, bias)
+        return linear + torch.ops.aten.mm(rows.flip(0).t().contiguous().t(), weights.t()) + (rows @ x[:, 8:].t()).sum()
 
     with_products = Tape(step, product.PRODUCTS)
     for _ in range(2):
-        x.copy_(torch.randn(2, 1, 8))
+        x.copy_(torch.randn(2, 16))
         with_products.replay()
         assert_near(with_products.logits, step(), 16)
-    assert len(launched) == 1
+    assert len(launched) == 3
 
 
 def test_launches_are_written_down_only():

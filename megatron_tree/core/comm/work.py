@@ -279,6 +279,10 @@ def _side_stream(stream: torch.cuda.Stream, kind: str) -> torch.cuda.Stream:
     return torch.cuda.Stream(stream.device, priority=-1)
 
 
+def _on_host(x: Tensor) -> bool:
+    return x.is_cpu
+
+
 class Transfer:
     """One tensor sent to a rank, another received (either may be None); `wait` gives what was received.
 
@@ -288,8 +292,8 @@ class Transfer:
     def __init__(self, send: Tensor | None, dst: int, recv: Tensor | None, src: int, ranks: Ranks):
         gloo, group = ranks.backend == "gloo", ranks.group
         if gloo:
-            arriving = recv if recv is None or recv.is_cpu else torch.empty_like(recv, device="cpu")
-            send = None if send is None else send.cpu()
+            arriving = recv if recv is None or _on_host(recv) else torch.empty_like(recv, device="cpu")
+            send = send if send is None or _on_host(send) else send.cpu()
         else:
             arriving = recv
         self._recv, self._arriving, self._send, self._src, self._ranks = recv, arriving, send, src, ranks
