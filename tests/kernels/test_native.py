@@ -87,6 +87,20 @@ def test_exact(shape, dtype):
             assert all(ours <= 2 * theirs + rounding(n) for ours, theirs in zip(*errors)), (name, n, errors)
 
 
+@pytest.mark.parametrize("heads", [(9, 3), (2, 2)], ids=str)
+def test_a_query_that_sees_no_key_of_a_block(heads):
+    """Its rows share what is read with rows of a query that does."""
+    q, k, v = decode_inputs(1, 3, 300, heads, 64, 64, dtype=torch.float32)
+    q_positions, slots = torch.tensor([[127, 128, 299]]), torch.arange(300)[None]
+    for window_size in ((-1, 0), (100, 0)):
+        spec = AttnSpec(softmax_scale=0.1, window_size=window_size)
+        state = native.attn_decode(q, KVCache(k, v, q_positions=q_positions, k_positions=slots), spec)
+        keep = energy.visible(q_positions, slots, spec)
+        out, lse = energy.attention(*(x.double() for x in (q, k, v)), spec=spec, keep=keep)
+        assert_near(state[..., :-1], out, 300)
+        assert_near(state[..., -1], lse.transpose(1, 2), 300)
+
+
 @pytest.mark.parametrize("dtype", NARROW)
 def test_eight_bits(dtype):
     """As exact as what is stored, in pages out of order, with 1 and 3 queries and for fp32 and bf16."""

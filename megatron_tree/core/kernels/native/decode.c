@@ -228,7 +228,7 @@ static void attend_block(const Call *c, const Block *b, const Block *next, Memor
                 memcpy(v_scale + j, b->v_scale[at] + n * c->vs_head, sizeof *v_scale);
             }
             for (int64_t i = 0; i < m->rows; i++)
-                if (b->sees[i / group]) /* else its state stays */
+                if (m->some[i / ROWS]) /* else its state stays; so it does with weights of 0 */
                     weigh(c, b, m, k_scale, v_scale, n, i);
         }
     }
