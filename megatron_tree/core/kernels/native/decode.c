@@ -194,7 +194,7 @@ static void look_ahead(const Block *b, const Block *next, Memory *m, int values,
     const char *const *now = values ? b->v : b->k, *const *then = now;
     int64_t ahead = m->ahead < end ? m->ahead : end, head = values ? b->v_head : b->k_head, offset = head;
     if (m->inside || n + 1 == heads)
-        then = values ? next->k : b->v, offset = -n * head;
+        then = !values ? b->v : next->count ? next->k : b->k, offset = -n * head;
     memcpy(m->later, now + ahead, (end - ahead) * sizeof *now);
     for (int64_t j = 0; j < ahead; j++)
         m->later[end - ahead + j] = then[j] + offset;

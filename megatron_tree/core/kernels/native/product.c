@@ -53,14 +53,12 @@ INLINE void multiply_rows(const Product *p, int rows)
 
 void multiply(const Product *p)
 {
-    switch (p->rows) {
-    case 1:
-        return multiply_rows(p, 1);
-    case 2:
-        return multiply_rows(p, 2);
-    case 4:
-        return multiply_rows(p, 4);
-    default:
-        return multiply_rows(p, MOST);
-    }
+    if (p->rows == 1)
+        multiply_rows(p, 1);
+    else if (p->rows == 2)
+        multiply_rows(p, 2);
+    else if (p->rows == 4)
+        multiply_rows(p, 4);
+    else
+        multiply_rows(p, MOST);
 }
