@@ -144,8 +144,14 @@ def test_products_with_weights_are_launched(operation, dtype, monkeypatch):
     for _ in range(2):
         x.copy_(torch.randn(2, 16))
         with_products.replay()
-        assert_near(with_products.logits, step(), 16)
+        assert_near(with_products.logits, want := step(), 16)
     assert len(launched) == 3
+    for parameter in filter(torch.is_tensor, (weights, bias)):
+        parameter.data = torch.zeros_like(parameter)
+        others = [torch.full_like(parameter, float("nan")) for _ in range(100)]  # in memory that is free, if any is
+    with_products.replay()
+    assert_near(with_products.logits, want, 16)
+    del others
 
 
 def test_launches_are_written_down_only():

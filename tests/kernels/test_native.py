@@ -237,7 +237,8 @@ def test_products_that_are_left_to_torch(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert product.product(x, weights) is not None
     columns, of_three = torch.randn(8, 3).t(), torch.randn(3, 8)
-    for left in ((x, columns), (of_three, weights), (x.double(), weights.double()), (x, weights, torch.randn(2, 3))):
+    doubles, wrong = (x.double(), weights.double()), ((x, weights[:, 1:]), (x[:, 1:], weights), (x, weights.half()))
+    for left in ((x, columns), (of_three, weights), doubles, (x, weights, torch.randn(2, 3)), *wrong):
         assert product.product(*left) is None
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert product.product(x, weights) is None

@@ -28,16 +28,18 @@ class _Product(ctypes.Structure):
 
 def product(x: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor | None:
     """x [rows, n] times weights [m, n], plus bias [m]: [rows, m] in their dtype, summed in fp32. None if that is for
-    torch: other numbers of rows, dtypes or layouts, several threads, no C compiler."""
+    torch: other numbers of rows, shapes, dtypes or layouts, several threads, no C compiler."""
     rows, width, num_out = *x.shape, len(weights)
-    is_known = rows in ROWS and x.dtype in DTYPES and weights.stride(1) == 1 and x.device.type == "cpu"
-    if not is_known or torch.get_num_threads() > 1 or (bias is not None and bias.shape != (num_out,)):
+    is_known = rows in ROWS and x.dtype in DTYPES and x.device.type == "cpu"
+    fits = (weights.shape[1], weights.stride(1), weights.dtype) == (width, 1, x.dtype)
+    if not (is_known and fits) or torch.get_num_threads() > 1 or (bias is not None and bias.shape != (num_out,)):
         return None
     if isinstance(library := _library(weights.dtype), str):
         say_once(f"products with weights are left to torch: {library}")
         return None
     out = torch.empty(rows, num_out)
     tensors = x.float().contiguous(), weights, None if bias is None else bias.float().contiguous(), out
+    tensors = [None if y is None else y.detach() for y in tensors]  # `y.data = z` gives y other memory
     call = _Product(rows, width, num_out, weights.stride(0), *(None if y is None else y.data_ptr() for y in tensors))
     call.tensors = tensors  # their memory is kept
     launch(library.multiply, call)
