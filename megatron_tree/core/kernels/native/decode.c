@@ -283,7 +283,7 @@ int decode_tasks(const Call *c, int64_t first, int64_t last)
     Memory m = {.rows = rows, .d = whole(c->d), .d_v = whole(c->d_v), .inside = c->k_head < c->k_slot};
     int64_t pairs = KEYS * n, total = c->batch * c->slots * c->kv_heads * (c->d + c->d_v) * SIZE;
     int64_t bytes = m.d * SIZE * (m.inside ? c->kv_heads : 1); /* that lie together */
-    int few = SIZE == 4 && rows <= ROWS && (rows * 4 <= WIDTH || bytes >= 2048); /* products */
+    int few = SIZE == 4 && rows <= ROWS && (rows * 4 <= WIDTH || bytes >= 2048); /* products for each number */
     m.piece = few && m.inside && total > LARGE ? 1 : TILE;
     m.ahead = AHEAD / (bytes * m.piece) * m.piece + m.piece;
     m.ahead = m.ahead > KEYS / 2 ? KEYS / 2 : m.ahead;

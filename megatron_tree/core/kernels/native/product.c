@@ -24,8 +24,7 @@ INLINE void add_products(int rows, const char *weights, const float *x, int64_t 
 INLINE void multiply_rows(const Product *p, int rows)
 {
     int64_t whole = p->width / WIDTH * WIDTH, left = p->width - whole;
-    char last[WIDTH * SIZE] = {0};
-    float x[MOST * WIDTH] = {0};
+    float last[WIDTH] = {0}, x[MOST * WIDTH] = {0}; /* behind the last whole vector; `last` in TYPE */
     for (int r = 0; r < rows; r++)
         memcpy(x + r * WIDTH, p->x + r * p->width + whole, left * sizeof *x);
     for (int64_t i = 0; i < p->num_out; i++) {
@@ -42,7 +41,7 @@ INLINE void multiply_rows(const Product *p, int rows)
             add_products(rows, weights + t * SIZE, p->x + t, p->width, sum[0]);
         if (left) {
             memcpy(last, weights + whole * SIZE, left * SIZE);
-            add_products(rows, last, x, WIDTH, sum[1]);
+            add_products(rows, (const char *)last, x, WIDTH, sum[1]);
         }
         for (int r = 0; r < rows; r++) {
             vf all = sum[0][r] + sum[1][r];
