@@ -102,13 +102,13 @@ def suggesting(given: Iterable[str], names: Iterable[str], where: str = ""):
         raise TypeError(f"{where}{error}{suggestion(given, names)}") from error.__cause__
 
 
-def suggestion(given: Iterable[str], names: Iterable[str]) -> str:
+def suggestion(given: Iterable[str], names: Iterable[str], likeness: float = 0.6) -> str:
     """What to add to a message: the name that was meant by the first unknown one that is like a known one; "" if there
-    is none."""
+    is none. likeness: of the names, at least, from 0 to 1."""
     names = list(names)
     for unknown in (name for name in given if name not in names):
         elsewhere = [_ELSEWHERE[unknown]] if _ELSEWHERE.get(unknown) in names else []
-        if likely := elsewhere or difflib.get_close_matches(str(unknown), names, 1):
+        if likely := elsewhere or difflib.get_close_matches(str(unknown), names, 1, likeness):
             return f"; did you mean {likely[0]!r} instead of {unknown!r}?"
     return ""
 

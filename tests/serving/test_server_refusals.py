@@ -79,6 +79,8 @@ def test_an_unknown_field_names_the_one_that_was_meant(server):
         status, _, error = post(server, "/v1/completions", COMPLETION | {field: 5})
         assert status == 400 and error["param"] == field
         assert error["message"].startswith(f"{field}: unknown field: leave it out; did you mean 'max_tokens' instead")
+    for field in ("allowed_token_ids", "return_token_ids", "repetition_detection"):  # vLLM's, and none of ours
+        assert post(server, "/v1/completions", COMPLETION | {field: 5})[2]["message"].endswith("leave it out"), field
 
 
 def test_other_models_paths_and_methods(server):

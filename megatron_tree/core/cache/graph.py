@@ -236,7 +236,8 @@ def check_tapes(runner) -> None:
 
 def _refuse(option: str, reason: str | None) -> None:
     if reason is not None:
-        raise ValueError(f"{option}=True can't be had: {reason}; or leave {option} out")
+        way = "or leave" if "; choose" in reason else "leave"
+        raise ValueError(f"{option}=True can't be had: {reason}; {way} {option} out")
 
 
 class CudaGraph:

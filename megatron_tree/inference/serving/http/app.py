@@ -76,7 +76,7 @@ def _invalid(errors: list[dict[str, Any]], model: type[Body]) -> ApiError:
         return ApiError(400, f"the body {first['msg'].removeprefix('Value error, ')}") if too_many else _no_object()
     where = list(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
-        meant = suggestion(where, model.model_fields) if len(where) == 1 else ""
+        meant = suggestion(where, model.model_fields, 0.8) if len(where) == 1 else ""  # others may be vLLM's
         return ApiError(400, f"{'.'.join(where)}: unknown field: leave it out{meant}", param=where[0],
                         code="unknown_parameter")  # fmt: skip
     if first["type"] == "missing" and len(where) == 1:

@@ -27,6 +27,7 @@ IGNORED = frozenset({
 })  # fmt: skip
 
 _TOOLS = "an older form of tools and tool_choice: pass those"
+_NO_SEARCH = "answers are sampled, not searched for: "
 _TEXT_ONLY = "this server reads and writes text only: leave the field out"
 # What would change the answer: (values that change nothing, besides null; why, and what to do instead)
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -35,10 +36,12 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "chat_template": ((), "the model's own template is used: format the prompt yourself and use /v1/completions"),
     "function_call": (("none",), _TOOLS),
     "functions": (([],), _TOOLS),
+    "length_penalty": ((1, 1.0), f"{_NO_SEARCH}leave it out"),
     "modalities": ((["text"],), _TEXT_ONLY),
     "priority": ((0,), "prompts get rows in the order in which they come: leave it out"),
+    "prompt_logprobs": ((), "/v1/completions gives them for echo with logprobs"),
     "suffix": (("",), "text can't be inserted: put what follows into the prompt"),
-    "use_beam_search": ((False,), "answers are sampled, not searched for: ask for n choices"),
+    "use_beam_search": ((False,), f"{_NO_SEARCH}ask for n choices"),
 }
 
 
