@@ -69,6 +69,8 @@ def _commands(rank, world, cases):
 
 def test_what_one_rank_can_not_do_ends_all(folder, tmp_path):
     (tmp_path / "text").write_text("a short text")
+    tiny_model("falcon_h1").save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
     model = ("--model", folder)
     ask = (*model, "--prompt-file", tmp_path / "text", "--max-new-tokens", 4)
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -78,6 +80,7 @@ def test_what_one_rank_can_not_do_ends_all(folder, tmp_path):
             ("serve", (*model, "--port", 0), ("--max-rows", 4), None),
             ("chat", model, ("--system", "be kind"), None),
             ("generate", ask, ("--temperature", 0.5), None),
+            ("generate", (*ask, "--model", tmp_path, "--num-speculative-tokens", 2), (), None),
             ("generate", ask, (), "load_tokenizer"),
             ("generate", ask, (), "load_model"),  # the last: nobody can use the group afterwards
         ]
@@ -89,6 +92,7 @@ def test_what_one_rank_can_not_do_ends_all(folder, tmp_path):
         f"{differs}--max-rows is 8 on rank 0 and 4 on rank 1\n",
         f"{differs}--system is None on rank 0 and 'be kind' on rank 1\n",
         f"{differs}--temperature is 0.0 on rank 0 and 0.5 on rank 1\n",
+        "speculation (--num-speculative-tokens): the model has recurrent layers, whose state can't go back",
     ]
     for rank, of_rank in enumerate(results):
         for (name, *_), sentence, (status, said) in zip(cases, sentences, of_rank, strict=False):

@@ -19,7 +19,7 @@ from ...core.cache.graph import check_cuda_graphs
 from ...core.comm.rendezvous import start_on_own_device
 from ...core.config import default_config
 from ...integrations.transformers import models
-from ...integrations.transformers.architectures import check_cached
+from ...integrations.transformers.architectures import check_cached, layers_of
 from ...integrations.transformers.infer.engine import replay_steps, share_model
 from ...launching import start_errors, together
 from ..generation.conversation import Conversation
@@ -51,18 +51,15 @@ class Worker(NamedTuple):
     def scheduler(self, runner, *, max_rows: int, max_waiting: int, keep_bytes: int = 0) -> Scheduler:
         """A scheduler of a runner of the engine."""
         options = {"end_tokens": self.end_tokens, "group": self.ranks.group, "timeout_s": self.ranks.timeout_s}
-        options |= {"keep_bytes": keep_bytes, "speculation": self._speculation(runner)}
+        options |= {"keep_bytes": keep_bytes, "speculation": self._speculation()}
         return Scheduler(runner, self.tokenizer, max_rows=max_rows, max_waiting=max_waiting, **options)
 
     def conversation(self) -> Conversation:
         """A conversation over a new cache."""
         options = {"end_tokens": self.end_tokens, "group": self.ranks.group, "timeout_s": self.ranks.timeout_s}
-        runner = self.engine.new_runner()
-        return Conversation(runner, self.tokenizer, speculation=self._speculation(runner), **options)
+        return Conversation(self.engine.new_runner(), self.tokenizer, speculation=self._speculation(), **options)
 
-    def _speculation(self, runner) -> Speculation | None:
-        if self.num_drafted and runner.has_states:  # on all ranks: others have no speculation that could raise
-            raise ValueError(NO_SPECULATION)
+    def _speculation(self) -> Speculation | None:
         return Speculation(self.num_drafted) if self.num_drafted and self.rank == 0 else None
 
 
@@ -98,6 +95,8 @@ def start(args: Namespace, prepare: Callable[[Any, Any], Any]) -> Worker:
         tokenizer = models.load_tokenizer(folder)
         config = models.load_config(folder)
         check_cached(config)
+        if args.num_speculative_tokens and any(layer.num_states for layer in layers_of(config)):
+            raise ValueError(NO_SPECULATION)
         prepared = prepare(tokenizer, config)
     dtype = DTYPES.get(args.dtype) or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     with comm.monitored("the start"):
