@@ -220,7 +220,14 @@ def test_what_the_runner_refuses():
     ):
         with pytest.raises(ValueError, match=message):
             it.runner.step(rows, tokens)
-    for tokens, message in ((one, r"\[2, 1\]"), (one[0, :0], r"tokens must be int64"), (one[0].float(), "float32")):
+    for tokens, message in (
+        (one, r"\[2, 1\]"),
+        (one[0, :0], r"tokens must be int64"),
+        (one[0].float(), "float32"),
+        ([1, 2], r"tokens must be int64 \[tokens\], got \[1, 2\]"),
+        (one[0] - 2, "tokens hold -1, the model has 0 to"),
+        (one[0] * 10**6, "tokens hold 1000000, the model has 0 to"),
+    ):
         with pytest.raises(ValueError, match=message):
             it.runner.prefill(a, tokens)
     with pytest.raises(ValueError, match="between 0 and the 5"):

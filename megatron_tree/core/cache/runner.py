@@ -12,6 +12,7 @@ import hashlib
 import torch
 from torch import Tensor
 
+from ..arguments import shown
 from ..attention.shares import count_tokens
 from ..comm import Ranks, Team, monitored, process_group, shared_checks
 from ..config import DECODE_SCHEDULES, TreeConfig, check_choice, default_config
@@ -335,9 +336,16 @@ class RowRunner:
         return forward_pass(self.store, rows, num_tokens, **self.of_passes, **options)
 
     def _check(self, rows, tokens: Tensor, dims: int) -> None:
-        if tokens.dim() != dims or 0 in tokens.shape or tokens.dtype != torch.int64:
+        of_tokens = isinstance(tokens, Tensor) and tokens.dtype == torch.int64
+        if not of_tokens or tokens.dim() != dims or 0 in tokens.shape:
             wanted = "[tokens]" if dims == 1 else "[rows, tokens]"
-            raise ValueError(f"tokens must be int64 {wanted}, got {list(tokens.shape)} {tokens.dtype}")
+            given = f"{list(tokens.shape)} {tokens.dtype}" if isinstance(tokens, Tensor) else shown(tokens)
+            raise ValueError(f"tokens must be int64 {wanted}, got {given}")
+        if tokens.is_cpu:  # a GPU would have to be waited for
+            low, high = map(int, tokens.aminmax())
+            if low < 0 or high >= self.vocab_size:
+                wrong, last = low if low < 0 else high, self.vocab_size - 1
+                raise ValueError(f"tokens hold {wrong}, the model has 0 to {last}: is the tokenizer the model's own?")
         unknown = [row for row in rows if row not in self._book.rows]
         if unknown or not rows or len(set(rows)) != len(rows) or (dims == 2 and len(rows) != tokens.shape[0]):
             raise ValueError(
