@@ -45,8 +45,9 @@ def wrap_mixers(model: nn.Module) -> dict[nn.Module, frozenset[str]]:
 
 
 class MixerRuns:
-    """Hooks that give a mixer the `RecurrentRun` in which its functions compute; methods, so that a deep copy of the model
-    has its own.
+    """Hooks that give a mixer the `RecurrentRun` in which its functions compute.
+
+    They are methods, so that a deep copy of the model has its own.
 
     Args:
         mixers: as `wrap_mixers` returns them.
