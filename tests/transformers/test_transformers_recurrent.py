@@ -1,5 +1,8 @@
 """Training hybrid models on shards: losses and gradients are those of one rank, also of their recurrent layers."""
 
+import copy
+import io
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -60,6 +63,21 @@ def test_bf16_is_as_far_from_fp32_as_on_one_rank(world, name):
         apart.append(_distance(model, gradients(wanted), world if shared else 1))
     of_one, of_all = apart
     assert 0 < of_all < 2.5 * of_one, (of_one, of_all)  # the roundings of a few tokens are most of it
+
+
+@on_ranks(2)
+def test_a_copy_of_a_model_is_trained_by_itself_and_not_pickled():
+    model, ids = random_model("qwen3_next"), prompt(1, 24)
+    tree_hf.train_on_shards(model)
+    other = copy.deepcopy(model)
+    shard = tree_hf.shard_batch({"input_ids": ids, "labels": ids}, cp_group=dist.group.WORLD)
+    losses = [m(**shard).loss for m in (model, other)]
+    assert torch.equal(*losses)
+    losses[1].backward()
+    assert not gradients(model) and gradients(other)
+    for m in (model, other):
+        with pytest.raises(ValueError, match=r"compute on shards.*state_dict\(\).*torch\.save\(model\)"):
+            torch.save(m, io.BytesIO())
 
 
 @on_ranks(4)

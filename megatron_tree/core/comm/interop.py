@@ -55,26 +55,42 @@ def forward_in_step(model: nn.Module, groups_of: Callable[[dict], Sequence], is_
 
     groups_of(its keyword arguments): the groups. is_over(those): whether no rank waits any more for one that fails now.
     """
-    running = None
+    forwards = _ForwardSteps(groups_of, is_over)
+    model.register_forward_pre_hook(forwards.enter, with_kwargs=True, prepend=True)
+    model.register_forward_hook(forwards.leave, with_kwargs=True, always_call=True)
 
-    def end(error: BaseException | None) -> None:
-        nonlocal running
-        if running is not None:
-            (step, handled), running = running, None
+
+class _ForwardSteps:
+    """Hooks around the forward of a module, which is a step of some groups."""
+
+    def __init__(self, groups_of: Callable[[dict], Sequence], is_over: Callable[[dict], bool]):
+        self._groups_of, self._is_over, self._running = groups_of, is_over, None
+
+    def __deepcopy__(self, memo) -> _ForwardSteps:
+        return _ForwardSteps(self._groups_of, self._is_over)
+
+    def __reduce_ex__(self, protocol):
+        raise ValueError(
+            "this model was made to compute on shards, which holds in its process alone: save its state_dict() or call "
+            "its save_pretrained(folder) instead of pickling the model (torch.save(model)), and make the loaded one "
+            "compute on shards again"
+        )
+
+    @outside_graphs
+    def enter(self, model, args, kwargs) -> None:
+        self._end(None)  # one that was left unseen
+        self._running = in_step(*self._groups_of(kwargs)), sys.exception()
+        self._running[0].__enter__()
+
+    @outside_graphs
+    def leave(self, model, args, kwargs, output) -> None:
+        self._end(None if self._is_over(kwargs) else sys.exception())
+
+    def _end(self, error: BaseException | None) -> None:
+        if self._running is not None:
+            (step, handled), self._running = self._running, None
             error = None if error is handled else error
             step.__exit__(None if error is None else type(error), error, None if error is None else error.__traceback__)
-
-    def enter(model, args, kwargs) -> None:
-        nonlocal running
-        end(None)  # one that was left unseen
-        running = in_step(*groups_of(kwargs)), sys.exception()
-        running[0].__enter__()
-
-    def leave(model, args, kwargs, output) -> None:
-        end(None if is_over(kwargs) else sys.exception())
-
-    model.register_forward_pre_hook(outside_graphs(enter), with_kwargs=True, prepend=True)
-    model.register_forward_hook(outside_graphs(leave), with_kwargs=True, always_call=True)
 
 
 def public_call(fn: Callable) -> Callable:

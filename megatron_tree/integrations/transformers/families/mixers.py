@@ -47,6 +47,8 @@ def wrap_mixers(model: nn.Module) -> dict[nn.Module, frozenset[str]]:
 class MixerRuns:
     """Hooks that give a mixer the `RecurrentRun` in which its functions compute.
 
+    They are methods, so that a deep copy of the model has its own.
+
     Args:
         mixers: as `wrap_mixers` returns them.
         begin: begin(mixer, args, kwargs) -> the run that a mixer begins; None: none of these.
@@ -57,14 +59,16 @@ class MixerRuns:
         self._begin, self._end, self._needed = begin, end, mixers
         self._run: RecurrentRun | None = None
         for mixer in mixers:
-            mixer.register_forward_pre_hook(outside_graphs(self._before), with_kwargs=True)
-            mixer.register_forward_hook(outside_graphs(self._after), always_call=True)
+            mixer.register_forward_pre_hook(self._before, with_kwargs=True)
+            mixer.register_forward_hook(self._after, always_call=True)
 
+    @outside_graphs
     def _before(self, mixer: nn.Module, args, kwargs) -> None:
         self._run = self._begin(mixer, args, kwargs)
         if self._run is not None:
             current_run.set(self._run)
 
+    @outside_graphs
     def _after(self, mixer: nn.Module, args, output) -> None:
         run, self._run = self._run, None
         if run is None:
